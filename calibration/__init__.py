@@ -1,0 +1,1 @@
+"""Token windows to calibrate with, and their digest."""

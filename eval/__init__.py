@@ -1,0 +1,1 @@
+"""Judge a checkpoint or an endpoint: perplexity, KL divergence, agreement."""

@@ -1,0 +1,1 @@
+"""What to quantize and how: recipes as data."""
