@@ -1,0 +1,21 @@
+"""Fixtures that several rooms' tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real evaluation text and vectors beside the project; where CI runs it must be there."""
+    found = Path(os.environ.get("GEMQ_SHARED_DATA", ROOT.parent / "shared" / "data"))
+    if not found.is_dir():
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"{found} is missing, and CI must not pass without it")
+        pytest.skip(f"{found} is not here")
+    return found
