@@ -19,3 +19,11 @@ def shared_data() -> Path:
             pytest.fail(f"{found} is missing, and CI must not pass without it")
         pytest.skip(f"{found} is not here")
     return found
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The demo model's directory: real weights, made once in the cache ($GEMQ_CACHE, or its default place) and used again."""
+    from gemq.demo import build_demo
+
+    return build_demo()
