@@ -1,0 +1,129 @@
+"""What gemq knows of each architecture, as tables: where its decoder lies in a checkpoint, and which linears it has.
+
+Which of the linears a given layer really has (shared K/V, k = v, per-layer embeddings) is read off the model class that transformers builds
+from the config, without weights; a linear inside a decoder layer that no table names is an error, so that nothing is missed in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gemq.errors import UsageError
+
+
+@dataclass(frozen=True)
+class LinearKind:
+    """A kind of linear: its path in a layer (or in the text model), the recipe part it belongs to, and the unit that shares its input."""
+
+    path: str
+    part: str
+    unit: str
+
+
+# Linears that read one tensor form a unit: one Hessian, one scheme (vLLM fuses q/k/v and gate/up, and a fused weight has one scheme).
+LAYER_LINEARS = (
+    LinearKind("self_attn.q_proj", "attention", "self_attn.qkv_proj"),
+    LinearKind("self_attn.k_proj", "attention", "self_attn.qkv_proj"),
+    LinearKind("self_attn.v_proj", "attention", "self_attn.qkv_proj"),
+    LinearKind("self_attn.o_proj", "attention", "self_attn.o_proj"),
+    LinearKind("mlp.gate_proj", "mlp", "mlp.gate_up_proj"),
+    LinearKind("mlp.up_proj", "mlp", "mlp.gate_up_proj"),
+    LinearKind("mlp.down_proj", "mlp", "mlp.down_proj"),
+    LinearKind("per_layer_input_gate", "ple", "per_layer_input_gate"),
+    LinearKind("per_layer_projection", "ple", "per_layer_projection"),
+)
+MODEL_LINEARS = (LinearKind("per_layer_model_projection", "ple", "per_layer_model_projection"),)
+# Linears inside a decoder layer that are never quantized: a router decides on tiny margins and costs nothing.
+KEPT_LINEARS = ("router.proj",)
+# Matrices stored as one tensor [experts, out, in]; each expert is solved for itself.
+EXPERT_TENSORS = (LinearKind("experts.gate_up_proj", "experts", "experts.gate_up_proj"), LinearKind("experts.down_proj", "experts", "experts.down_proj"))
+DECODER_PARTS = ("attention", "mlp", "experts")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One entry of `config.architectures`."""
+
+    name: str
+    text_config: str | None
+    prefixes: tuple[str, ...]  # what stands for the text model's `model.` in tensor names; the first is what transformers saves
+    head_names: tuple[str, ...]
+    towers: tuple[str, ...] = ()
+    norm_is_one_plus_w: bool = False
+
+
+_MULTIMODAL_PREFIXES = ("model.language_model.", "language_model.model.")
+_MULTIMODAL_HEADS = ("lm_head", "language_model.lm_head")
+ARCHITECTURES = {
+    row.name: row
+    for row in (
+        Architecture("Gemma3ForCausalLM", None, ("model.",), ("lm_head",), norm_is_one_plus_w=True),
+        Architecture("Gemma3ForConditionalGeneration", "text_config", _MULTIMODAL_PREFIXES, _MULTIMODAL_HEADS,
+                     towers=("vision_tower", "multi_modal_projector"), norm_is_one_plus_w=True),
+        Architecture("Gemma4ForCausalLM", None, ("model.",), ("lm_head",)),
+        Architecture("Gemma4ForConditionalGeneration", "text_config", _MULTIMODAL_PREFIXES, _MULTIMODAL_HEADS,
+                     towers=("vision_tower", "audio_tower", "embed_vision", "embed_audio")),
+        Architecture("Gemma4UnifiedForConditionalGeneration", "text_config", _MULTIMODAL_PREFIXES, _MULTIMODAL_HEADS,
+                     towers=("embed_vision", "embed_audio", "vision_embedder", "audio_embedder")),
+    )
+}  # fmt: skip
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The source's config.json; raises UsageError if there is none or it can't be read."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{directory} has no config.json", "point to a Hugging Face checkpoint directory") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} can't be read: {error}", "fetch that file again") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{path} holds no JSON object", "fetch that file again")
+    return config
+
+
+def architecture_of(config: dict[str, Any]) -> Architecture:
+    """The table's row for a config; raises UsageError that lists the known ones."""
+    names = config.get("architectures") or []
+    known = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
+    if known is None:
+        raise UsageError(f"the architecture {', '.join(map(str, names)) or '(none named in config.json)'} is not known",
+                         f"gemq takes {', '.join(ARCHITECTURES)}")
+    return known
+
+
+def refuse_quantized(config: dict[str, Any]) -> None:
+    """Raise UsageError for a checkpoint that is quantized already."""
+    if "quantization_config" in config:
+        method = config["quantization_config"].get("quant_method", "unknown") if isinstance(config["quantization_config"], dict) else "unknown"
+        raise UsageError(f"the source is quantized already ({method})", "quantize the unquantized checkpoint that it was made from")
+
+
+def text_config_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The decoder's part of the config."""
+    key = architecture_of(config).text_config
+    if key is None:
+        return config
+    if not isinstance(config.get(key), dict):
+        raise UsageError(f"config.json of a {config['architectures'][0]} has no {key}", "fetch config.json again")
+    return dict(config[key])
+
+
+def check_text_config(text: dict[str, Any]) -> None:
+    """Refuse a decoder config whose own numbers disagree."""
+    layers, types = text.get("num_hidden_layers"), text.get("layer_types")
+    if types is not None and isinstance(layers, int) and len(types) != layers:
+        raise UsageError(f"config.json has num_hidden_layers {layers} and {len(types)} layer_types", "fetch config.json again")
+    shared = text.get("num_kv_shared_layers") or 0
+    if types is not None and shared:
+        if not 0 < shared < len(types):
+            raise UsageError(f"config.json has num_kv_shared_layers {shared} of {len(types)} layers", "fetch config.json again")
+        orphans = sorted(set(types[-shared:]) - set(types[:-shared]))
+        if orphans:
+            index = next(i for i in range(len(types) - shared, len(types)) if types[i] == orphans[0])
+            raise UsageError(f"layers.{index}.self_attn shares the K/V of an earlier {orphans[0]} layer, and layer_types has none before "
+                             f"layer {len(types) - shared} (num_kv_shared_layers {shared})", "fetch config.json again")

@@ -1,0 +1,139 @@
+"""GPTQ: round a weight column by column and let the columns still to come make up for each error.
+
+Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2022), algorithm 1. The objective is
+||(W - Q) X||^2 = tr((W - Q) H (W - Q)^T) with H = X X^T. Written here rather than called: llm-compressor's `quantize_weight` solves one
+module at a time, and q/k/v or gate/up read the same input, so their rows go through one factorization and one sweep.
+
+Activation order is static: scales belong to consecutive inputs, as served; only the order in which columns are rounded follows the Hessian.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gemq.errors import IntegrityError
+from gemq.output import warn
+from gemq.quantize.scales import find_scales, integer_range, restore, round_to_scales
+from gemq.recipes.model import Gptq, WeightScheme
+
+_STRIP = 32
+
+
+class Hessian:
+    """The running mean of x x^T over the inputs x of a unit.
+
+    Sums in float32 on the device of the inputs; only blocks on and above the diagonal are computed, since the matrix is symmetric.
+    """
+
+    def __init__(self, in_features: int, device: torch.device | str = "cpu", block: int = 512) -> None:
+        self.sum = torch.zeros(in_features, in_features, dtype=torch.float32, device=device)
+        self.rows = 0
+        self._block = block
+
+    def add(self, inputs: torch.Tensor) -> None:
+        """Add the rows of `inputs` [..., in]."""
+        flat = inputs.reshape(-1, inputs.shape[-1]).to(torch.float32)
+        self.rows += flat.shape[0]
+        for start in range(0, flat.shape[1], self._block):
+            stop = min(start + self._block, flat.shape[1])
+            self.sum[start:stop, start:].addmm_(flat[:, start:stop].T, flat[:, start:])
+
+    def mean(self, name: str) -> torch.Tensor:
+        """H [in, in] float32; raises IntegrityError for inputs that were not finite or never came."""
+        if self.rows == 0:
+            raise IntegrityError(f"no calibration token reached {name}", "calibrate with more or longer samples")
+        upper = torch.triu(self.sum)
+        full = (upper + torch.triu(upper, 1).T) / self.rows
+        if not torch.isfinite(full).all():
+            raise IntegrityError(f"the inputs of {name} are not finite on the calibration set", "check the source's weights: `gemq eval-ppl` on it should be finite")
+        return full
+
+
+def inverse_factor(hessian: torch.Tensor, dampening: float, name: str) -> torch.Tensor:
+    """The upper triangular U [in, in] float32 with (H + d I)^-1 = U^T U, d = `dampening` times the mean diagonal.
+
+    With J the reversal of order, J H J = L L^T gives H = R R^T for the upper R = J L J, so U = R^-1: one Cholesky factorization and one
+    triangular inverse, in float64. The damping is raised tenfold, with a warning, while the factorization fails.
+    """
+    diagonal = hessian.diagonal().mean().item()
+    flipped = hessian.flip(0, 1).to(torch.float64)
+    size = hessian.shape[0]
+    damping = dampening
+    while damping <= 1.0:
+        damped = flipped.clone()
+        damped.diagonal().add_(damping * diagonal)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed.item() and torch.isfinite(lower).all():
+            factor = lower.flip(0, 1)
+            identity = torch.eye(size, dtype=torch.float64, device=hessian.device)
+            return torch.linalg.solve_triangular(factor, identity, upper=True).to(torch.float32)
+        damping *= 10
+        warn(f"{name}: the Hessian is not positive definite, damping raised to {damping:g} of its mean diagonal")
+    raise IntegrityError(f"{name}: the Hessian can't be factorized even with full damping", "calibrate with more or longer samples, or use method: rtn")
+
+
+def solve(
+    weight: torch.Tensor, hessian: torch.Tensor, scheme: WeightScheme, options: Gptq, name: str = "weight"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(stored [out, in], scales [out, groups] float32) of `weight` [out, in] float32 for inputs with the second moments `hessian` [in, in].
+
+    Inputs that never fired are rounded to nearest. Works on rows of several modules stacked, as long as they read the same input.
+    """
+    weight = weight.to(torch.float32)
+    importance = hessian.diagonal().clone()
+    dead = importance == 0
+    if dead.any():
+        hessian = hessian.clone()
+        hessian.diagonal()[dead] = importance[~dead].mean() if (~dead).any() else 1.0
+    scales = find_scales(weight, scheme, importance)
+    size = weight.shape[1]
+    order = torch.argsort(importance, descending=True, stable=True) if options.actorder == "static" else torch.arange(size, device=weight.device)
+    factor = inverse_factor(hessian[order][:, order], options.dampening, name)
+    group_of = torch.arange(size, device=weight.device) // (size // scales.shape[1])
+    column_scales = scales.index_select(1, group_of[order])
+    rounded = _sweep(weight.index_select(1, order), factor, column_scales, scheme, options.block_size)
+    back = torch.argsort(order)
+    return round_to_scales(rounded.index_select(1, back), scales, scheme), scales
+
+
+def _sweep(work: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, scheme: WeightScheme, block_size: int) -> torch.Tensor:
+    """Round the columns of `work` [out, in] in order; returns the rounded weights. Columns are rows here, so that each is contiguous."""
+    work, scales = work.T.contiguous(), scales.T.contiguous()
+    size = work.shape[0]
+    for start in range(0, size, block_size):
+        stop = min(start + block_size, size)
+        errors = torch.empty_like(work[start:stop])
+        # a block in strips: what a strip's columns owe the rest of the block is settled in one product
+        for first in range(start, stop, _STRIP):
+            last = min(first + _STRIP, stop)
+            strip = errors[first - start : last - start]
+            _sweep_strip(work[first:last], factor[first:last, first:last], scales[first:last], scheme, strip)
+            if last < stop:
+                work[last:stop].addmm_(factor[first:last, last:stop].T, strip, alpha=-1)
+        if stop < size:
+            work[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+    return work.T
+
+
+def _sweep_strip(work: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, scheme: WeightScheme, errors: torch.Tensor) -> None:
+    """Round the rows of `work` [columns, out] in place, each row's error spread over the rows below it; `errors` takes (w - q) / U_jj."""
+    is_float = scheme.type == "float"
+    low, high = (0, 0) if is_float else integer_range(scheme)
+    diagonal = factor.diagonal().tolist()
+    for index, pivot in enumerate(diagonal):
+        column, scale = work[index], scales[index]
+        rounded = column / scale
+        rounded = rounded.to(torch.float8_e4m3fn).to(torch.float32) if is_float else rounded.round_().clamp_(low, high)
+        rounded.mul_(scale)
+        torch.sub(column, rounded, out=errors[index])
+        errors[index].div_(pivot)
+        column.copy_(rounded)
+        if index + 1 < len(diagonal):
+            work[index + 1 :].addr_(factor[index, index + 1 :], errors[index], alpha=-1)
+
+
+def output_error(weight: torch.Tensor, stored: torch.Tensor, scales: torch.Tensor, scheme: WeightScheme, hessian: torch.Tensor) -> float:
+    """The relative squared error of the unit's output on the calibration set: tr(D H D^T) / tr(W H W^T), D = W - Q."""
+    difference = weight - restore(stored, scales, scheme)
+    signal = ((weight @ hessian) * weight).sum().item()
+    return ((difference @ hessian) * difference).sum().item() / signal if signal > 0 else 0.0

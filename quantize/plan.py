@@ -1,0 +1,214 @@
+"""What a recipe makes of a source, decided before any weight is read: units, schemes, tensors that will be written, bytes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from gemq.errors import UsageError
+from gemq.quantize.architectures import DECODER_PARTS
+from gemq.quantize.skeleton import Matrix, Skeleton
+from gemq.recipes.model import PARTS, Recipe, Rule, Scheme
+from gemq.shards import TensorSpec
+
+Method = Literal["gptq", "rtn"]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Matrices that read one input and take one scheme: solved together, row by row."""
+
+    name: str  # layers.3.mlp.gate_up_proj
+    layer: int | None
+    matrices: tuple[Matrix, ...]
+    scheme: Scheme
+    method: Method
+
+    @property
+    def in_features(self) -> int:
+        return self.matrices[0].in_features
+
+    @property
+    def numel(self) -> int:
+        return sum(matrix.numel for matrix in self.matrices)
+
+
+@dataclass
+class Plan:
+    """The whole of a quantization: `units` in the order of the walk, and every tensor of the checkpoint."""
+
+    skeleton: Skeleton
+    recipe: Recipe
+    units: list[Unit]
+    kept: list[Matrix]
+    written: dict[str, list[TensorSpec]] = field(default_factory=dict)  # unit name -> its tensors
+    copied: list[TensorSpec] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """Every tensor of the checkpoint, layer by layer."""
+        specs = [*self.copied, *(spec for specs in self.written.values() for spec in specs)]
+        return sorted(specs, key=lambda spec: (_layer_of(spec.name), spec.name))
+
+    @property
+    def quantized_matrices(self) -> dict[str, Unit]:
+        """Module in the text model -> its unit."""
+        return {matrix.module: unit for unit in self.units for matrix in unit.matrices}
+
+    def bytes_per_token(self) -> tuple[float, float]:
+        """Bytes of linears and head that one decoded token reads: (source, checkpoint). Of a mixture's experts only the active ones count."""
+        units = self.quantized_matrices
+        before = after = 0.0
+        top_k, experts = getattr(self.skeleton.text, "top_k_experts", None), getattr(self.skeleton.text, "num_experts", None)
+        for matrix in self.skeleton.matrices:
+            share = top_k / experts if matrix.experts and top_k and experts else 1.0
+            stored = self.skeleton.inventory[matrix.tensor].nbytes * share
+            before += stored
+            unit = units.get(matrix.module)
+            after += stored if unit is None else share * sum(spec.nbytes for spec in _stored_as(self.skeleton, matrix, unit.scheme))
+        return before, after
+
+    def bits_per_weight(self) -> float:
+        """Mean bits of a decoder weight (head excluded), scales included."""
+        units = self.quantized_matrices
+        bits = count = 0
+        for matrix in self.skeleton.matrices:
+            if matrix.module == "lm_head":
+                continue
+            count += matrix.numel
+            unit = units.get(matrix.module)
+            specs = [self.skeleton.inventory[matrix.tensor]] if unit is None else _stored_as(self.skeleton, matrix, unit.scheme)
+            bits += 8 * sum(spec.nbytes for spec in specs if not spec.name.endswith("weight_shape"))
+        return bits / count
+
+    def source_bytes(self) -> int:
+        return sum(spec.nbytes for spec in self.skeleton.inventory.values())
+
+    def checkpoint_bytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs)
+
+
+def _layer_of(name: str) -> tuple[int, int]:
+    found = re.search(r"\.layers\.(\d+)\.", name)
+    return (1, int(found.group(1))) if found and "tower" not in name else (0, 0)
+
+
+def make_plan(skeleton: Skeleton, recipe: Recipe) -> Plan:
+    """Match the recipe's rules against the source; raises UsageError for a rule that can't be carried out."""
+    chosen: dict[str, tuple[Rule, Scheme] | None] = {}
+    for rule in recipe.rules:
+        matched = [matrix for matrix in skeleton.matrices if _matches(rule, matrix)]
+        if not matched and not rule.optional:
+            raise UsageError(f"recipe {recipe.name}: the rule {list(rule.match)} matches no linear of this {skeleton.architecture.name}",
+                             _what_there_is(skeleton, rule))
+        for matrix in matched:
+            chosen.setdefault(matrix.module, None if rule.scheme == "keep" else (rule, rule.scheme))
+    units: dict[str, Unit] = {}
+    kept = []
+    groups: dict[str, list[Matrix]] = {}
+    for matrix in skeleton.matrices:
+        groups.setdefault(_unit_name(matrix), []).append(matrix)
+    for name, matrices in groups.items():
+        choices = [chosen.get(matrix.module) for matrix in matrices]
+        labels = {choice[1].label() if choice else "as it is" for choice in choices}
+        if len(labels) > 1:
+            raise UsageError(f"recipe {recipe.name} splits {name}, which vLLM fuses: " + ", ".join(
+                f"{matrix.module.rpartition('.')[2]} {choice[1].label() if choice else 'as it is'}" for matrix, choice in zip(matrices, choices, strict=True)),
+                "give all of them one scheme")
+        if choices[0] is None:
+            kept += matrices
+            continue
+        rule, scheme = choices[0]
+        for matrix in matrices:
+            _check_shape(recipe, matrix, scheme)
+        units[name] = Unit(name, matrices[0].layer, tuple(matrices), scheme, rule.method or recipe.method)
+    if not units:
+        raise UsageError(f"recipe {recipe.name} quantizes nothing of this source", "add a rule for `decoder`")
+    return _with_tensors(Plan(skeleton, recipe, list(units.values()), kept))
+
+
+def _matches(rule: Rule, matrix: Matrix) -> bool:
+    part = matrix.kind.part
+    for entry in rule.match:
+        if entry.startswith("re:"):
+            try:
+                if re.match(entry.removeprefix("re:"), matrix.tensor.removesuffix(".weight") if matrix.module != "lm_head" else "lm_head"):
+                    return True
+            except re.error as error:
+                raise UsageError(f"the pattern {entry!r} is no regular expression: {error}", "mend the recipe's rule") from None
+        elif entry == part or (entry == "decoder" and part in DECODER_PARTS):
+            return True
+    return False
+
+
+def _what_there_is(skeleton: Skeleton, rule: Rule) -> str:
+    parts = sorted({matrix.kind.part for matrix in skeleton.matrices})
+    for entry in rule.match:
+        if entry in ("embedding", "ple_embedding"):
+            return f"tables are looked up, not multiplied, and stay as they are; this source has the parts {', '.join(parts)}"
+        pattern = entry.removeprefix("re:")
+        reached = [] if entry in PARTS else [name for name in skeleton.inventory if re.match(pattern, name)]
+        if reached:
+            return f"it reaches {reached[0]}, and gemq quantizes only decoder linears: towers, routers, norms and embedders stay as they are"
+    return f"this source has the parts {', '.join(parts)}; patterns match from the start of names like {skeleton.matrices[0].tensor.removesuffix('.weight')}"
+
+
+def _check_shape(recipe: Recipe, matrix: Matrix, scheme: Scheme) -> None:
+    weights, name = scheme.weights, matrix.tensor.removesuffix(".weight")
+    if weights.group_size and matrix.in_features % weights.group_size:
+        fitting = [size for size in (128, 64, 32) if matrix.in_features % size == 0]
+        advice = f"group sizes that divide it: {', '.join(map(str, fitting))}" if fitting else "use strategy: channel for it"
+        raise UsageError(f"recipe {recipe.name}: group_size {weights.group_size} doesn't divide the {matrix.in_features} inputs of {name}", advice)
+    if matrix.in_features % 32 or matrix.out_features % 32:
+        raise UsageError(f"{name} is {matrix.out_features} x {matrix.in_features}, and vLLM's kernels take multiples of 32",
+                         f"keep it: a rule before the others, match: ['re:{re.escape(name)}'], scheme: keep")
+
+
+def _unit_name(matrix: Matrix) -> str:
+    stem = matrix.module.removeprefix("model.")
+    return stem.removesuffix(matrix.kind.path) + matrix.kind.unit
+
+
+def module_in_checkpoint(skeleton: Skeleton, matrix: Matrix) -> str:
+    """The matrix's module as the checkpoint's tensors spell it."""
+    return skeleton.source_name(matrix.module)
+
+
+def _stored_as(skeleton: Skeleton, matrix: Matrix, scheme: Scheme) -> list[TensorSpec]:
+    base, weights = module_in_checkpoint(skeleton, matrix), scheme.weights
+    out, inputs = matrix.out_features, matrix.in_features
+    if matrix.experts is not None:
+        raise UsageError(f"{base}: fused experts can't be written yet", "keep them: match: [experts], scheme: keep")
+    scale = TensorSpec(f"{base}.weight_scale", "BF16", (out, weights.groups(inputs)))
+    if scheme.format == "pack-quantized":
+        packed = TensorSpec(f"{base}.weight_packed", "I32", (out, inputs * weights.num_bits // 32))
+        return [packed, scale, TensorSpec(f"{base}.weight_shape", "I64", (2,))]
+    return [TensorSpec(f"{base}.weight", "F8_E4M3" if weights.type == "float" else "I8", (out, inputs)), scale]
+
+
+def _with_tensors(plan: Plan) -> Plan:
+    skeleton = plan.skeleton
+    replaced = set()
+    for unit in plan.units:
+        plan.written[unit.name] = [spec for matrix in unit.matrices for spec in _stored_as(skeleton, matrix, unit.scheme)]
+        # an untied head is added beside the embedding that it came from
+        replaced |= {matrix.tensor for matrix in unit.matrices if not (matrix.module == "lm_head" and skeleton.tied)}
+    if plan.recipe.drop_redundant_kv:
+        plan.dropped = skeleton.redundant_kv()
+    plan.copied = [spec for name, spec in skeleton.inventory.items() if name not in replaced and name not in set(plan.dropped)]
+    return plan
+
+
+def with_head(recipe: Recipe, head: str) -> Recipe:
+    """`recipe` with a quantized untied head: `int4` or `int8`, channel-wise, or `keep`."""
+    rules = tuple(rule for rule in recipe.rules if rule.match != ("lm_head",))
+    if head == "keep":
+        return recipe.model_copy(update={"rules": rules})
+    bits = {"int4": 4, "int8": 8}.get(head)
+    if bits is None:
+        raise UsageError(f"--lm-head is {head!r}", "give int4, int8 or keep")
+    weights: dict[str, Any] = {"num_bits": bits, "strategy": "channel", "observer": "mse" if bits == 4 else "minmax"}
+    rule = Rule.model_validate({"match": ["lm_head"], "scheme": {"weights": weights}, "method": "rtn"})
+    return recipe.model_copy(update={"rules": (rule, *rules)})

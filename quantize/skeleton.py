@@ -1,0 +1,182 @@
+"""The decoder's modules as transformers builds them, without weights, and the names that its tensors have in the source."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemq.errors import IntegrityError, UsageError
+from gemq.quantize import architectures
+from gemq.quantize.architectures import EXPERT_TENSORS, KEPT_LINEARS, LAYER_LINEARS, MODEL_LINEARS, Architecture, LinearKind
+from gemq.shards import DTYPE_NAMES, INDEX_FILE, SINGLE_FILE, ShardReader, TensorSpec
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight that can be quantized: its module in the text model, its tensor in the source, its shape [out, in] (experts: a count before)."""
+
+    module: str
+    tensor: str
+    kind: LinearKind
+    layer: int | None
+    out_features: int
+    in_features: int
+    experts: int | None = None
+
+    @property
+    def numel(self) -> int:
+        return (self.experts or 1) * self.out_features * self.in_features
+
+
+@dataclass
+class Skeleton:
+    """The text model on the meta device (`model`, a ...ForCausalLM) beside the source's inventory of tensors."""
+
+    architecture: Architecture
+    config: dict[str, Any]
+    text: Any  # the transformers config of the decoder
+    model: nn.Module
+    prefix: str
+    head: str
+    tied: bool
+    inventory: dict[str, TensorSpec]
+    matrices: list[Matrix]
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The text model inside the ...ForCausalLM: embeddings, layers, norm."""
+        return self.model.model
+
+    @property
+    def layer_count(self) -> int:
+        return len(self.decoder.layers)
+
+    def source_name(self, text_name: str) -> str:
+        """A text model's parameter name (`model.layers.0...`, `lm_head...`) as the source spells it."""
+        if text_name.startswith("model."):
+            return self.prefix + text_name.removeprefix("model.")
+        if text_name.startswith("lm_head"):
+            return self.head + text_name.removeprefix("lm_head")
+        raise KeyError(text_name)
+
+    def layer_tensors(self, index: int) -> dict[str, str]:
+        """Parameter and buffer names within layer `index` -> tensors of the source. Raises IntegrityError for one that is missing."""
+        names = {name: self.source_name(f"model.layers.{index}.{name}") for name in self.decoder.layers[index].state_dict()}
+        for name, source in names.items():
+            if source not in self.inventory:
+                raise IntegrityError(f"the source has no tensor {source}, which its config implies", "fetch or copy the source again")
+            expected, found = tuple(self.decoder.layers[index].state_dict()[name].shape), self.inventory[source].shape
+            if expected != found:
+                raise IntegrityError(f"{source} has the shape {list(found)}, its config implies {list(expected)}", "fetch config.json and weights of one revision")
+        return names
+
+    def redundant_kv(self) -> list[str]:
+        """Tensors of KV-shared layers that the source holds and no forward reads."""
+        found = []
+        for index, layer in enumerate(self.decoder.layers):
+            if getattr(layer.self_attn, "is_kv_shared_layer", False):
+                base = self.source_name(f"model.layers.{index}.self_attn.")
+                found += [name for name in self.inventory if name.startswith((base + "k_", base + "v_"))]
+        return found
+
+
+def build_text_model(config: dict[str, Any]) -> tuple[nn.Module, Any]:
+    """The decoder as a ...ForCausalLM on the meta device, with its transformers config; raises UsageError if the config can't be built."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    row = architectures.architecture_of(config)
+    architectures.check_text_config(architectures.text_config_of(config))
+    config = copy.deepcopy(config)
+    try:
+        whole = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+        text = getattr(whole, row.text_config) if row.text_config else whole
+        text._attn_implementation = "sdpa"
+        text._experts_implementation = "eager"
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(text, dtype=torch.float32)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+        raise UsageError(f"transformers can't build the decoder from this config.json: {error!r}", "fetch config.json again") from None
+    del AutoConfig
+    return model.eval(), text
+
+
+def full_inventory(config: dict[str, Any]) -> dict[str, TensorSpec]:
+    """Every tensor that a model of this config has, by the names that transformers saves, for a plan without weights."""
+    import transformers
+
+    row = architectures.architecture_of(config)
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    whole = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config))
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."))
+    with torch.device("meta"):
+        model = getattr(transformers, row.name)._from_config(whole, dtype=dtype)
+    tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
+    return {name: TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def _find(row: Architecture, choices: Iterable[str], suffix: str, inventory: Mapping[str, TensorSpec]) -> str | None:
+    return next((choice for choice in choices if choice + suffix in inventory), None)
+
+
+def load_skeleton(directory: Path) -> tuple[Skeleton, ShardReader | None]:
+    """The skeleton of the source in `directory`, and its reader (None where there is only a config.json, for a plan)."""
+    config = architectures.read_config(directory)
+    row = architectures.architecture_of(config)
+    architectures.refuse_quantized(config)
+    model, text = build_text_model(config)
+    reader = None
+    if (directory / SINGLE_FILE).exists() or (directory / INDEX_FILE).exists():
+        reader = ShardReader(directory)
+        inventory = {name: TensorSpec(name, info.dtype, info.shape) for name, info in reader.tensors.items()}
+    else:
+        inventory = full_inventory(config)
+    prefix = _find(row, row.prefixes, "embed_tokens.weight", inventory)
+    if prefix is None:
+        raise IntegrityError(f"{directory} has no {row.prefixes[0]}embed_tokens.weight", "fetch the source again: a shard may be missing from its index")
+    head = _find(row, row.head_names, ".weight", inventory)
+    tied = head is None
+    if tied and not (config.get("tie_word_embeddings", getattr(text, "tie_word_embeddings", True))):
+        raise IntegrityError(f"config.json says that the head is not tied, and {directory} has no {row.head_names[0]}.weight", "fetch the source again")
+    head = head or row.head_names[row.prefixes.index(prefix)]
+    skeleton = Skeleton(row, config, text, model, prefix, head, tied, inventory, [])
+    skeleton.matrices = _matrices(skeleton)
+    return skeleton, reader
+
+
+def _matrices(skeleton: Skeleton) -> list[Matrix]:
+    found = []
+    for kind in MODEL_LINEARS:
+        module = getattr(skeleton.decoder, kind.path, None)
+        if module is not None:
+            found.append(_linear(skeleton, f"model.{kind.path}", kind, None, module))
+    kinds = {kind.path: kind for kind in LAYER_LINEARS}
+    for index, layer in enumerate(skeleton.decoder.layers):
+        for path, module in layer.named_modules():
+            if not isinstance(module, nn.Linear):
+                continue
+            if path in kinds:
+                found.append(_linear(skeleton, f"model.layers.{index}.{path}", kinds[path], index, module))
+            elif path not in KEPT_LINEARS:
+                raise UsageError(f"layer {index} has a linear {path} that gemq's tables don't name", "report this architecture as an issue of gemq")
+        for kind in EXPERT_TENSORS:
+            parent, _, leaf = kind.path.rpartition(".")
+            stack = getattr(getattr(layer, parent, None), leaf, None)
+            if stack is not None:
+                name = f"model.layers.{index}.{kind.path}"
+                found.append(Matrix(name, skeleton.source_name(name), kind, index, stack.shape[1], stack.shape[2], stack.shape[0]))
+    vocabulary, hidden = skeleton.decoder.embed_tokens.weight.shape
+    tensor = f"{skeleton.prefix}embed_tokens.weight" if skeleton.tied else f"{skeleton.head}.weight"
+    found.append(Matrix("lm_head", tensor, LinearKind("lm_head", "lm_head", "lm_head"), None, vocabulary, hidden))
+    return found
+
+
+def _linear(skeleton: Skeleton, module: str, kind: LinearKind, layer: int | None, linear: nn.Linear) -> Matrix:
+    return Matrix(module, skeleton.source_name(module) + ".weight", kind, layer, linear.out_features, linear.in_features)

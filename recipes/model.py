@@ -1,0 +1,210 @@
+"""A recipe: which parts of a decoder take which scheme, and the solver that finds the integers.
+
+Schemes speak compressed-tensors' terms. A recipe is read from YAML, checked here, and written into the checkpoint as it was used.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from gemq.errors import UsageError
+
+Part = Literal["decoder", "attention", "mlp", "experts", "ple", "lm_head", "embedding", "ple_embedding"]
+PARTS: tuple[str, ...] = ("decoder", "attention", "mlp", "experts", "ple", "lm_head", "embedding", "ple_embedding")
+MARLIN_GROUP_SIZES = (32, 64, 128)
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class WeightScheme(_Frozen):
+    """How a weight matrix [out, in] is stored: `num_bits` integers or floats with one scale a group of inputs, or a row."""
+
+    num_bits: Literal[4, 8]
+    type: Literal["int", "float"] = "int"
+    strategy: Literal["group", "channel"] = "group"
+    group_size: int | None = None
+    symmetric: Literal[True] = True
+    observer: Literal["minmax", "mse"] = "minmax"
+
+    @model_validator(mode="after")
+    def _is_servable(self) -> WeightScheme:
+        if self.strategy == "group" and self.group_size not in MARLIN_GROUP_SIZES:
+            raise ValueError(f"group_size is {self.group_size}, vLLM's kernels take {', '.join(map(str, MARLIN_GROUP_SIZES))} (or strategy: channel)")
+        if self.strategy == "channel" and self.group_size is not None:
+            raise ValueError("strategy: channel takes no group_size")
+        if self.type == "float" and (self.num_bits, self.strategy) != (8, "channel"):
+            raise ValueError("type: float takes num_bits: 8 and strategy: channel (FP8 E4M3)")
+        return self
+
+    def groups(self, in_features: int) -> int:
+        """Scales a row: 1 for a channel-wise scheme."""
+        return 1 if self.group_size is None else in_features // self.group_size
+
+    def label(self) -> str:
+        """A short name: int4 g128, int8 channel, fp8 channel."""
+        name = "fp8" if self.type == "float" else f"int{self.num_bits}"
+        return f"{name} g{self.group_size}" if self.group_size else f"{name} channel"
+
+
+class ActivationScheme(_Frozen):
+    """How a quantized linear's input is rounded while serving: one scale a token, found on the fly."""
+
+    num_bits: Literal[8] = 8
+    type: Literal["int", "float"]
+    strategy: Literal["token"] = "token"
+    dynamic: Literal[True] = True
+    symmetric: Literal[True] = True
+
+
+class Scheme(_Frozen):
+    """A weight scheme and, for W8A8, that of the input."""
+
+    weights: WeightScheme
+    input_activations: ActivationScheme | None = None
+
+    @model_validator(mode="after")
+    def _has_a_kernel(self) -> Scheme:
+        weights, inputs = self.weights, self.input_activations
+        if inputs is not None and (weights.num_bits, weights.type, weights.strategy) != (8, inputs.type, "channel"):
+            raise ValueError("quantized activations need 8-bit channel-wise weights of the same type")
+        if inputs is None and weights.type == "float":
+            raise ValueError("FP8 weights are served with FP8 activations: give input_activations: {type: float}")
+        return self
+
+    @property
+    def format(self) -> Literal["pack-quantized", "float-quantized", "int-quantized"]:
+        """The compressed-tensors format that stores this scheme."""
+        if self.weights.type == "float":
+            return "float-quantized"
+        return "pack-quantized" if self.input_activations is None else "int-quantized"
+
+    def label(self) -> str:
+        """A short name with the activations where they are quantized."""
+        return self.weights.label() + ("" if self.input_activations is None else f", {'fp8' if self.input_activations.type == 'float' else 'int8'} inputs")
+
+
+class Rule(_Frozen):
+    """Give every module that one of `match` names this scheme, or keep it as it is (`scheme: keep`)."""
+
+    match: tuple[str, ...] = Field(min_length=1)
+    scheme: Scheme | Literal["keep"]
+    method: Literal["gptq", "rtn"] | None = None
+    optional: bool = False
+
+    @field_validator("match")
+    @classmethod
+    def _known_parts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in value:
+            if entry not in PARTS and not entry.startswith("re:"):
+                raise ValueError(f"{entry!r} is neither a part ({', '.join(PARTS)}) nor a pattern on source names (re:...)")
+        return value
+
+
+class Gptq(_Frozen):
+    """Options of the GPTQ solver (Frantar et al. 2022)."""
+
+    actorder: Literal["static", "none"] = "static"
+    dampening: float = Field(0.01, gt=0, le=1)
+    block_size: int = Field(128, ge=1, le=4096)
+
+
+class Recipe(_Frozen):
+    """What to make of a decoder. Modules that no rule matches stay as they are."""
+
+    version: Literal[1]
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    summary: str = Field(min_length=1)
+    method: Literal["gptq", "rtn"] = "gptq"
+    rules: tuple[Rule, ...] = Field(min_length=1)
+    gptq: Gptq = Gptq()
+    drop_redundant_kv: bool = False
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether any rule's solver looks at activations."""
+        return any(rule.scheme != "keep" and (rule.method or self.method) == "gptq" for rule in self.rules)
+
+    def to_yaml(self) -> str:
+        """The recipe as YAML that `load_recipe` reads back to an equal one."""
+        return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False, allow_unicode=True, width=120)
+
+
+def built_in_names() -> list[str]:
+    """The recipes that come with gemq."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in files("gemq.recipes").iterdir() if entry.name.endswith(".yaml"))
+
+
+def load_recipe(name_or_path: str) -> Recipe:
+    """A built-in recipe by name, or one from a YAML file; raises UsageError that names the key and the valid values."""
+    path = Path(name_or_path)
+    if path.suffix in (".yaml", ".yml") or "/" in name_or_path:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"recipe {path} can't be read: {error}", f"give a YAML file, or one of {', '.join(built_in_names())}") from None
+        return parse_recipe(text, str(path))
+    if name_or_path not in built_in_names():
+        raise UsageError(f"there is no recipe {name_or_path!r}", f"choose one of {', '.join(built_in_names())}, or give a YAML file")
+    return parse_recipe(files("gemq.recipes").joinpath(f"{name_or_path}.yaml").read_text(encoding="utf-8"), name_or_path)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader takes the last of two equal keys in silence; this one refuses."""
+
+
+def _no_duplicates(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+    for key in keys:
+        if isinstance(key, (dict, list)) or keys.count(key) > 1:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands there twice or is no plain key", node.start_mark)
+    return loader.construct_mapping(node, deep=True)
+
+
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _no_duplicates)
+
+
+def parse_recipe(text: str, origin: str) -> Recipe:
+    """The recipe in `text`; `origin` names it in errors."""
+    try:
+        data = yaml.load(text, _StrictLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise UsageError(f"recipe {origin} is no valid YAML: {error}", "mend the file: `gemq recipes show w4a16` prints one that works") from None
+    if not isinstance(data, dict):
+        raise UsageError(f"recipe {origin} must be a mapping with version, name, summary and rules", "`gemq recipes show w4a16` prints one")
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        problems = "; ".join(_explain(problem) for problem in _own_problems(error.errors()))
+        raise UsageError(f"recipe {origin}: {problems}", "`gemq recipes show w4a16` prints one that works") from None
+
+
+# where a key stands -> the model whose keys are valid there
+_MODEL_AT: dict[str, type[_Frozen]] = {
+    "rules": Rule, "scheme": Scheme, "weights": WeightScheme, "input_activations": ActivationScheme, "gptq": Gptq,
+}  # fmt: skip
+
+
+def _own_problems(problems: list[Any]) -> list[Any]:
+    """Without those that pydantic only adds because something inside failed: the other arm of a union, a tuple without its bad entry."""
+    inside_rules = any(len(problem["loc"]) > 1 and problem["loc"][0] == "rules" for problem in problems)
+    return [
+        problem for problem in problems
+        if not (inside_rules and problem["type"] == "too_short" and problem["loc"] == ("rules",))
+        and not (problem["loc"][-1:] == ("literal['keep']",) and isinstance(problem["input"], dict))
+    ]  # fmt: skip
+
+
+def _explain(problem: Any) -> str:
+    loc = [step for step in problem["loc"] if isinstance(step, int) or "[" not in step]
+    where = ".".join(map(str, loc))
+    if problem["type"] == "extra_forbidden":
+        owner = next((_MODEL_AT[step] for step in reversed(loc[:-1]) if step in _MODEL_AT), Recipe)
+        return f"unknown key {where} (valid: {', '.join(owner.model_fields)})"
+    return f"{where or 'recipe'}: {problem['msg'].removeprefix('Value error, ')}"
