@@ -25,7 +25,9 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return ((packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
-def dequantize(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, g_idx: torch.Tensor, bits: int, zero_offset: int) -> torch.Tensor:
+def dequantize(
+    qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, g_idx: torch.Tensor, bits: int, zero_offset: int
+) -> torch.Tensor:
     """The weight [out, in] float32 = scale * (q - zero), with zero = stored + `zero_offset` (1 for format `gptq`, 0 for `gptq_v2`)."""
     levels = unpack(qweight.t().contiguous(), bits)
     zeros = (unpack(qzeros, bits) + zero_offset) & ((1 << bits) - 1) if zero_offset else unpack(qzeros, bits)
@@ -38,9 +40,13 @@ def read_state_dict(directory: Path, quantization: dict[str, Any]) -> dict[str, 
     """Every tensor of a gptq-format checkpoint by its source name, quantized weights dequantized to float32."""
     bits, layout = quantization.get("bits"), quantization.get("checkpoint_format", "gptq")
     if bits not in (2, 4, 8):
-        raise UsageError(f"{directory} is in gptq format with {bits!r} bits; 2, 4 and 8 can be read", "evaluate it through an endpoint's URL")
+        raise UsageError(
+            f"{directory} is in gptq format with {bits!r} bits; 2, 4 and 8 can be read", "evaluate it through an endpoint's URL"
+        )
     if layout not in ("gptq", "gptq_v2"):
-        raise UsageError(f"{directory} has the checkpoint_format {layout!r}; gptq and gptq_v2 can be read", "evaluate it through an endpoint's URL")
+        raise UsageError(
+            f"{directory} has the checkpoint_format {layout!r}; gptq and gptq_v2 can be read", "evaluate it through an endpoint's URL"
+        )
     reader = ShardReader(directory)
     try:
         return dict(_tensors(reader, int(bits), 1 if layout == "gptq" else 0))
@@ -59,4 +65,6 @@ def _tensors(reader: ShardReader, bits: int, zero_offset: int) -> Iterator[tuple
                 yield f"{stem}.weight", dequantize(*parts, bits, zero_offset)
             except (RuntimeError, IndexError) as error:
                 shapes = ", ".join(f"{each} {tuple(tensor.shape)}" for each, tensor in zip(_PARTS, parts, strict=True))
-                raise IntegrityError(f"{stem} does not fit together at {bits} bits: {shapes} ({error})", "quantize the source again") from error
+                raise IntegrityError(
+                    f"{stem} does not fit together at {bits} bits: {shapes} ({error})", "quantize the source again"
+                ) from error

@@ -73,11 +73,15 @@ class LocalCheckpoint:
         """Read `target`'s config.json; raises UsageError where it is no directory with a causal language model."""
         directory = Path(target)
         if not directory.is_dir():
-            raise UsageError(f"{target} is neither a directory nor an http(s) URL", "give a checkpoint's directory, or http://HOST:PORT of an endpoint")
+            raise UsageError(
+                f"{target} is neither a directory nor an http(s) URL", "give a checkpoint's directory, or http://HOST:PORT of an endpoint"
+            )
         try:
             config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise UsageError(f"{target} has no config.json, so it is no checkpoint", "give the directory that holds config.json and *.safetensors") from None
+            raise UsageError(
+                f"{target} has no config.json, so it is no checkpoint", "give the directory that holds config.json and *.safetensors"
+            ) from None
         except (ValueError, RecursionError) as error:
             raise IntegrityError(f"{directory / 'config.json'} can't be read: {error}", "fetch or copy the checkpoint again") from None
         if not isinstance(config, dict):
@@ -132,12 +136,11 @@ class LocalCheckpoint:
         """Yield the model in memory; it is freed when the block ends."""
         where = require_device(device)
         stored = self._text("dtype") or self._text("torch_dtype")
-        model = _load(self, where, require_dtype(dtype, where, stored))
-        yield LocalModel(self.name, model, where)
-        del model
-        gc.collect()
-        if where.type == "cuda":
-            torch.cuda.empty_cache()
+        model = LocalModel(self.name, _load(self, where, require_dtype(dtype, where, stored)), where)
+        try:
+            yield model
+        finally:
+            model.free()
 
 
 def _load(checkpoint: LocalCheckpoint, device: torch.device, dtype: torch.dtype) -> Any:
@@ -168,7 +171,9 @@ def _load(checkpoint: LocalCheckpoint, device: torch.device, dtype: torch.dtype)
     except (GemqError, MemoryError):
         raise
     except torch.OutOfMemoryError as error:
-        raise UsageError(f"{checkpoint.name} does not fit into the memory of {device}", "choose another --device, or evaluate through an endpoint") from error
+        raise UsageError(
+            f"{checkpoint.name} does not fit into the memory of {device}", "choose another --device, or evaluate through an endpoint"
+        ) from error
     except Exception as error:  # whatever transformers raises on a config or tensors that don't belong together
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise IntegrityError(f"{checkpoint.name} can't be loaded as {checkpoint.architecture}: {reason}",
@@ -210,6 +215,14 @@ class LocalModel:
         self.head = Head(model.get_output_embeddings(), getattr(model.config.get_text_config(), "final_logit_softcapping", None))
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self._head_checked = False
+
+    def free(self) -> None:
+        """Drop the model; a head that was taken from it stays usable."""
+        self._model = None
+        del self.head
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def hidden(self, record: Record) -> torch.Tensor:

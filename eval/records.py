@@ -93,7 +93,9 @@ def _windows(data: Path, tokenizer_directory: Path | None, vocab_size: int | Non
     if not text.strip():
         return
     if tokenizer_directory is None:
-        raise UsageError(f"{data} is text, and an endpoint's URL says nothing of its tokenizer", "give the checkpoint's directory to --tokenizer")
+        raise UsageError(
+            f"{data} is text, and an endpoint's URL says nothing of its tokenizer", "give the checkpoint's directory to --tokenizer"
+        )
     tokenizer = load_tokenizer(tokenizer_directory)
     bos = tokenizer.bos_token_id
     if bos is None:
@@ -110,13 +112,17 @@ def _windows(data: Path, tokenizer_directory: Path | None, vocab_size: int | Non
 def load_tokenizer(directory: Path) -> Any:
     """The tokenizer of a checkpoint directory, from its files alone; raises UsageError if it has none."""
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
-        raise UsageError(f"{directory} has no tokenizer (tokenizer.json)", "give a directory that has one to --tokenizer, or token records (.jsonl)")
+        raise UsageError(
+            f"{directory} has no tokenizer (tokenizer.json)", "give a directory that has one to --tokenizer, or token records (.jsonl)"
+        )
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UsageError(f"the tokenizer in {directory} can't be loaded: {error}", "copy the tokenizer's files from the source again") from error
+        raise UsageError(
+            f"the tokenizer in {directory} can't be loaded: {error}", "copy the tokenizer's files from the source again"
+        ) from error
 
 
 def _token_records(data: Path, vocab_size: int | None) -> Iterator[Record]:

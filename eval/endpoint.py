@@ -1,0 +1,206 @@
+"""Log-probabilities of a served model, asked for as the arenas ask: /v1/completions, token-id prompt, `prompt_logprobs: 1`.
+
+Every answer is checked against the contract of vLLM's server: one entry a prompt token, the first null, each entry holds its token with a finite
+log-probability of at most 0, the probabilities of an entry sum to at most 1. What breaks it is an IntegrityError that names the record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import stamina
+
+from gemq.errors import IntegrityError, StoppedSafely, UsageError
+from gemq.eval.records import Record
+
+ATTEMPTS = 5
+CONNECT_SECONDS, READ_SECONDS = 10.0, 600.0
+_LOWEST = -9999.0  # what vLLM's server writes for a log-probability of minus infinity
+_SUM_TOLERANCE = 1e-3
+
+
+class _ServerError(Exception):
+    """The endpoint answered 5xx or 429: worth another attempt."""
+
+
+def is_url(target: str) -> bool:
+    """Whether a TARGET names an endpoint and not a directory."""
+    return target.startswith(("http://", "https://"))
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A served model that answered /v1/models. `name` is the URL as it was given; `max_length` is the server's own limit, if it says one."""
+
+    name: str
+    base_url: str
+    model: str
+    max_length: int | None
+    vocab_size: None = None  # the API doesn't tell; the server itself refuses ids beyond it
+
+    @classmethod
+    def open(cls, url: str) -> Endpoint:
+        """Ask `url` for its model: the only one it serves, or the one named behind a # (http://host:8000#name). Raises UsageError."""
+        parts = urlsplit(url)
+        try:
+            parts.port  # noqa: B018  (raises on a port that is no number)
+        except ValueError as error:
+            raise UsageError(f"{url} is no URL: {error}", "give http://HOST:PORT") from None
+        if not parts.hostname:
+            raise UsageError(f"{url} names no host", "give http://HOST:PORT")
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        base = f"{parts.scheme}://{parts.netloc}{path}/v1"
+        with _client(base) as client:
+            try:
+                answer = _send(client, "GET", "/models")
+            except (httpx.HTTPError, _ServerError) as error:
+                raise UsageError(
+                    f"{url} can't be reached: {error or type(error).__name__}",
+                    "start the server, wait until it is ready, and check the URL",
+                ) from error
+        model, max_length = _choose_model(url, answer, parts.fragment)
+        return cls(url, base, model, max_length)
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[Connection]:
+        """Yield a connection that scores records."""
+        with _client(self.base_url) as client:
+            yield Connection(self, client)
+
+
+def _client(base_url: str) -> httpx.Client:
+    host = urlsplit(base_url).hostname or ""
+    with contextlib.suppress(ValueError):
+        host = "localhost" if ipaddress.ip_address(host).is_loopback else host
+    key = os.environ.get("VLLM_API_KEY")
+    return httpx.Client(
+        base_url=base_url,
+        timeout=httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS),
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        trust_env=host != "localhost",  # a proxy that the environment names can't reach this machine's loopback
+    )
+
+
+def _send(client: httpx.Client, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    """The answer, after up to five attempts on lost connections and 5xx; a read that timed out is not tried again."""
+    again = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError, _ServerError)
+    for attempt in stamina.retry_context(on=again, attempts=ATTEMPTS, wait_initial=0.2, wait_max=5.0, timeout=60.0):
+        with attempt:
+            response = client.request(method, path, json=body)
+            if response.status_code >= 500 or response.status_code == 429:
+                raise _ServerError(f"it answered {response.status_code}: {_reason(response)}")
+    return response
+
+
+def _reason(response: httpx.Response) -> str:
+    """The server's own message, in one line."""
+    try:
+        body = response.json()
+        error = body.get("error", body) if isinstance(body, dict) else body
+        text = str(error.get("message") or error.get("detail") or error) if isinstance(error, dict) else str(error)
+    except ValueError:
+        text = response.text
+    return " ".join(text.split())[:300] or "no reason given"
+
+
+def _choose_model(url: str, answer: httpx.Response, wanted: str) -> tuple[str, int | None]:
+    if answer.status_code in (401, 403):
+        raise UsageError(f"{url} wants an API key", "put it into the environment variable VLLM_API_KEY")
+    try:
+        models = {str(entry["id"]): entry for entry in answer.json()["data"]} if answer.status_code == 200 else None
+    except (ValueError, KeyError, TypeError):
+        models = None
+    if not models:
+        raise UsageError(f"{url} is no OpenAI-compatible endpoint: /v1/models answered {answer.status_code}: {_reason(answer)}",
+                         "give the URL of a vLLM server, without a path or with /v1")  # fmt: skip
+    if wanted and wanted not in models:
+        raise UsageError(f"{url} does not serve {wanted!r}; it serves {', '.join(sorted(models))}", "put one of these behind the #")
+    if not wanted and len(models) > 1:
+        raise UsageError(f"{url} serves {len(models)} models: {', '.join(sorted(models))}", f"name one behind a #: {url}#{min(models)}")
+    name = wanted or next(iter(models))
+    limit = models[name].get("max_model_len")
+    return name, limit if isinstance(limit, int) and not isinstance(limit, bool) else None
+
+
+class Connection:
+    """An open connection to an endpoint; `score` answers for one record."""
+
+    def __init__(self, endpoint: Endpoint, client: httpx.Client) -> None:
+        self.endpoint = endpoint
+        self.name = endpoint.name
+        self._client = client
+
+    def score(self, record: Record) -> list[float]:
+        """The log-probabilities, in nats, of the record's targets as the endpoint gives them.
+
+        Raises StoppedSafely when the endpoint is gone, UsageError when it refuses the record, IntegrityError when its answer breaks the contract.
+        """
+        body = {
+            "model": self.endpoint.model, "prompt": list(record.tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1,
+            "add_special_tokens": False,
+        }  # fmt: skip
+        try:
+            response = _send(self._client, "POST", "/completions", body)
+        except (httpx.HTTPError, _ServerError) as error:
+            raise StoppedSafely(f"{self.name} stopped answering at {record.where}: {error or type(error).__name__}",
+                                "see the server's log, start it again, and run the same command again") from error  # fmt: skip
+        if response.status_code != 200:
+            raise UsageError(f"{self.name} refused {record.where} ({response.status_code}): {_reason(response)}",
+                             "mend the record, or serve with prompt_logprobs and a window that is long enough")  # fmt: skip
+        return _target_log_probabilities(response, self.name, record)
+
+
+def _target_log_probabilities(response: httpx.Response, name: str, record: Record) -> list[float]:
+    def broken(why: str) -> IntegrityError:
+        return IntegrityError(
+            f"{record.where}: {name} {why}", "the endpoint does not keep vLLM's contract for prompt_logprobs: its numbers can't be used"
+        )
+
+    try:
+        answer = response.json()
+        choice = answer["choices"][0]
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise broken("answered 200 without choices") from None
+    entries = choice.get("prompt_logprobs") if isinstance(choice, dict) else None
+    if entries is None:
+        raise broken("gave no prompt_logprobs")
+    if not isinstance(entries, list) or len(entries) != len(record.tokens):
+        count = len(entries) if isinstance(entries, list) else type(entries).__name__
+        raise broken(f"gave prompt_logprobs of {count} entries for {len(record.tokens)} prompt tokens")
+    usage = answer.get("usage")
+    counted = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    if counted is not None and counted != len(record.tokens):
+        raise broken(f"counted {counted!r} prompt tokens, {len(record.tokens)} were sent")
+    if entries[0] is not None:
+        raise broken("gave the first prompt token a log-probability; it must be null")
+    found = [_entry_log_probability(entry, token, position, broken) for position, (entry, token) in
+             enumerate(zip(entries[1:], record.tokens[1:], strict=True), 1)]  # fmt: skip
+    return found[record.first_target - 1 :]
+
+
+def _entry_log_probability(entry: object, token: int, position: int, broken: Any) -> float:
+    if not isinstance(entry, dict):
+        raise broken(f"gave position {position} {entry!r} instead of log-probabilities")
+    values: dict[str, float] = {}
+    for key, content in entry.items():
+        value = content.get("logprob") if isinstance(content, dict) else None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value > 0:
+            raise broken(f"gave token {key} at position {position} the log-probability {value!r}; it must be finite and at most 0")
+        values[key] = float(value)
+    mine = values.get(str(token))
+    if mine is None:
+        raise broken(f"left the prompt's own token {token} out at position {position}")
+    if mine <= _LOWEST:
+        raise broken(f"gave token {token} at position {position} the probability 0 ({mine})")
+    total = math.fsum(map(math.exp, values.values()))
+    if total > 1 + _SUM_TOLERANCE:
+        raise broken(f"gave probabilities at position {position} that sum to {total:.4f}, more than 1")
+    return mine

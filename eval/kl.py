@@ -1,0 +1,145 @@
+"""KL(reference || target) in nats a target token, over the whole vocabulary, of two checkpoint directories.
+
+KL_t = \\sum_v p_ref(v | x_<t) (log p_ref(v | x_<t) - log p_target(v | x_<t)). One model is in memory at a time: the reference leaves its hidden states at
+the target positions (a hundredth of the log-probabilities' size or less) and its output projection, from which its log-probabilities come back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gemq import output
+from gemq.errors import UsageError
+from gemq.eval.endpoint import is_url
+from gemq.eval.finished import FinishedRecords
+from gemq.eval.local import Head, LocalCheckpoint, LocalModel, chunks, require_finite
+from gemq.eval.plan import Plan
+from gemq.eval.records import Record, file_sha256
+from gemq.eval.statistics import Estimate, cluster_mean
+
+
+@dataclass(frozen=True)
+class RecordKl:
+    """One record: KL and both NLLs, each summed over its `tokens` targets, in nats."""
+
+    id: str
+    tokens: int
+    kl_nats: float
+    nll_nats: float
+    reference_nll_nats: float
+
+
+@dataclass(frozen=True)
+class KlResult:
+    """KL(reference || target) with its standard error and one-sided upper 95% bound (None for a single record), in nats a token."""
+
+    target: str
+    reference: str
+    data: str
+    data_sha256: str
+    dtype: str
+    kl_nats: Estimate
+    tokens: int
+    records: int
+    per_record: tuple[RecordKl, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as JSON types, with every record."""
+        return {"kind": "kl", **json.loads(json.dumps(asdict(self), allow_nan=False))}
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table: quantity, value, standard error, upper 95% bound, tokens, records."""
+        return [estimate_row("KL, nats/token", self.kl_nats, self.tokens, self.records)]
+
+
+def estimate_row(name: str, estimate: Estimate, tokens: int, records: int) -> tuple[str, ...]:
+    """A table's row of an estimate: name, value, standard error, upper 95% bound, tokens, records."""
+    error, upper = ("–" if value is None else f"{value:.4g}" for value in (estimate.standard_error, estimate.upper_95))
+    return (name, f"{estimate.value:.5g}", error, upper, str(tokens), str(records))
+
+
+def evaluate_kl(
+    target: str,
+    data: Path,
+    *,
+    reference: str,
+    records: int | None = None,
+    skip: int = 0,
+    length: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    output_path: Path | None = None,
+) -> KlResult:
+    """The KL divergence of checkpoint `target` from checkpoint `reference` on the targets of `data`.
+
+    Raises UsageError for endpoints (their API tells no whole distribution) and whatever reading the data and loading the checkpoints raises.
+    """
+    for name in (target, reference):
+        if is_url(name):
+            raise UsageError(f"{name} is an endpoint, whose log-probabilities cover too few tokens for a KL over the vocabulary",
+                             "give checkpoint directories to eval-kl")  # fmt: skip
+    plan = Plan.make(target, data, reference=reference, records=records, skip=skip, length=length, device=device, dtype=dtype, kind="kl",
+                     output_path=output_path)  # fmt: skip
+    assert isinstance(plan.target, LocalCheckpoint)
+    assert isinstance(plan.reference, LocalCheckpoint)
+    with plan.partial_results():
+        used = score_pair(plan.target, plan.reference, plan.records, plan.finished, device, dtype)
+    done = plan.finished.scores("both", len(plan.records))
+    per_record = tuple(RecordKl(r.id, r.target_count, *scores) for r, scores in zip(plan.records, done, strict=True))
+    counts = [record.tokens for record in per_record]
+    estimate = cluster_mean([record.kl_nats for record in per_record], counts)
+    return KlResult(target, reference, str(data), file_sha256(data), used, estimate, sum(counts), len(counts), per_record)
+
+
+def score_pair(
+    target: LocalCheckpoint, reference: LocalCheckpoint, records: list[Record], finished: FinishedRecords, device: str, dtype: str
+) -> str:
+    """Score the missing records under role "both" as [KL, target's NLL, reference's NLL] sums; returns the dtype that was computed in."""
+    todo = list(finished.missing("both", len(records)))
+    output.note(f"loading {reference.name}")
+    with reference.loaded(device, dtype) as model, output.progress("reference", len(todo), "records") as advance:
+        states = _hidden_states(model, records, todo, advance)
+        head, used = model.head, str(model.dtype).removeprefix("torch.")
+    output.note(f"loading {target.name}")
+    with target.loaded(device, dtype) as model, output.progress("target", len(todo), "records") as advance:
+        for index in todo:
+            record = records[index]
+            sums = _pair_sums(model, head, states.pop(index), record, reference.name)
+            finished.add("both", index, sums, record.target_count, record.where)
+            advance()
+    return used
+
+
+def _hidden_states(model: LocalModel, records: list[Record], todo: list[int], advance: Callable[..., None]) -> dict[int, Any]:
+    states = {}
+    for index in todo:
+        states[index] = model.hidden(records[index]).to("cpu", copy=True)  # a copy: a slice would keep the whole record's states
+        advance()
+    return states
+
+
+def _pair_sums(model: LocalModel, head: Head, reference_hidden: Any, record: Record, reference_name: str) -> list[float]:
+    import torch
+
+    hidden = model.hidden(record)
+    targets = torch.tensor(record.targets, device=model.device)
+    divergence: list[float] = []
+    ours: list[float] = []
+    theirs: list[float] = []
+    for part in chunks(len(targets), model.vocab_size):
+        chosen = targets[part].unsqueeze(1)
+        p = head.log_probabilities(reference_hidden[part].to(model.device))
+        q = model.head.log_probabilities(hidden[part])
+        theirs += p.gather(1, chosen).squeeze(1).tolist()
+        ours += q.gather(1, chosen).squeeze(1).tolist()
+        q.neg_().add_(p).mul_(p.exp_())
+        divergence += q.sum(-1, dtype=torch.float64).tolist()
+    require_finite(theirs, reference_name, record)
+    require_finite(ours, model.name, record)
+    require_finite(divergence, f"KL of {model.name}", record)
+    return [math.fsum(divergence), -math.fsum(ours), -math.fsum(theirs)]

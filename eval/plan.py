@@ -1,0 +1,125 @@
+"""What an evaluation will score, opened and checked before the first model is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gemq import atomic, output
+from gemq.errors import GemqError, Interrupted, StoppedSafely, UsageError
+from gemq.eval.endpoint import Endpoint, is_url
+from gemq.eval.finished import FinishedRecords
+from gemq.eval.local import LocalCheckpoint, require_device, require_dtype
+from gemq.eval.records import Record, file_sha256, read_records
+
+Judged = LocalCheckpoint | Endpoint
+
+
+def open_target(target: str) -> Judged:
+    """The checkpoint directory or the endpoint that `target` names; nothing is loaded yet. Raises UsageError."""
+    return Endpoint.open(target) if is_url(target) else LocalCheckpoint.open(target)
+
+
+@dataclass
+class Plan:
+    """What an evaluation will score: both sides opened, the records read and checked, what an earlier run finished."""
+
+    target: Judged
+    reference: Judged | None
+    records: list[Record]
+    finished: FinishedRecords
+
+    @classmethod
+    def make(
+        cls, target: str, data: Path, *, reference: str | None, records: int | None, skip: int, length: int | None, device: str, dtype: str,
+        kind: str, output_path: Path | None, tokenizer: Path | None = None,
+    ) -> Plan:  # fmt: skip
+        """Open and check everything that can be wrong before the first model is loaded. Raises UsageError."""
+        if output_path is not None:
+            atomic.require_absent(output_path)
+            if not output_path.parent.is_dir():
+                raise UsageError(f"the directory of --output {output_path} does not exist", "create it, or choose another --output")
+        require_dtype(dtype, require_device(device))
+        opened = open_target(target)
+        other = None if reference is None else open_target(reference)
+        sides = [opened] if other is None else [opened, other]
+        if other is not None:
+            _require_same_tokens(opened, other)
+        if tokenizer is None and isinstance(opened, LocalCheckpoint):
+            tokenizer = opened.directory
+        vocab_size = next((side.vocab_size for side in sides if side.vocab_size is not None), None)
+        found = read_records(data, tokenizer=tokenizer, vocab_size=vocab_size, length=length, records=records, skip=skip)
+        for side in sides:
+            _require_fit(side, found)
+        _warn_without_bos(sides, found)
+        key = {
+            "kind": kind, "target": _identity(opened), "reference": other and _identity(other), "data_sha256": file_sha256(data),
+            "records": records, "skip": skip, "length": length, "dtype": dtype, "tokenizer": str(tokenizer) if data.suffix == ".txt" else None,
+        }  # fmt: skip
+        return cls(opened, other, found, FinishedRecords(output_path, key))
+
+    @contextlib.contextmanager
+    def partial_results(self) -> Iterator[None]:
+        """Keep what is finished when the block stops early; a stop says what was kept, Ctrl-C becomes Interrupted."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise Interrupted(f"interrupted; {self.finished.save()}", "run the same command again to go on") from None
+        except StoppedSafely as error:
+            raise type(error)(f"{error.message}; {self.finished.save()}", error.next_step) from error
+        except (GemqError, OSError):
+            self.finished.save()
+            raise
+
+
+def _identity(side: Judged) -> list[str]:
+    return (
+        [side.base_url, side.model]
+        if isinstance(side, Endpoint)
+        else [str(side.directory.resolve()), file_sha256(side.directory / "config.json")]
+    )
+
+
+def _require_same_tokens(target: Judged, reference: Judged) -> None:
+    """Refuse two models that don't share their vocabulary: their perplexities are over different things."""
+    sizes = target.vocab_size, reference.vocab_size
+    if None not in sizes and sizes[0] != sizes[1]:
+        raise UsageError(f"the vocabularies differ: {target.name} has {sizes[0]} tokens, {reference.name} {sizes[1]}",
+                         "compare a checkpoint with the source it was made from")  # fmt: skip
+    if not (isinstance(target, LocalCheckpoint) and isinstance(reference, LocalCheckpoint)):
+        return
+    files = [side.directory / "tokenizer.json" for side in (target, reference)]
+    if all(file.is_file() for file in files) and file_sha256(files[0]) != file_sha256(files[1]):
+        from tokenizers import Tokenizer
+
+        try:
+            ours, theirs = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
+        except Exception as error:  # tokenizers raises nothing more specific
+            raise UsageError(
+                f"the tokenizers of {target.name} and {reference.name} can't be compared: {error}", "copy the tokenizer again"
+            ) from error
+        if ours != theirs:
+            token = min(set(ours.items()) ^ set(theirs.items()), key=lambda pair: (pair[1], pair[0]))
+            raise UsageError(f"the tokenizers of {target.name} and {reference.name} differ, first at id {token[1]} ({token[0]!r})",
+                             "compare a checkpoint with the source it was made from")  # fmt: skip
+
+
+def _require_fit(side: Judged, records: list[Record]) -> None:
+    # a server also generates one token, since vLLM refuses max_tokens 0
+    extra = 1 if isinstance(side, Endpoint) else 0
+    for record in records:
+        if side.max_length is not None and len(record.tokens) + extra > side.max_length:
+            raise UsageError(f"{record.where} has {len(record.tokens)} tokens, and {side.name} takes {side.max_length - extra}",
+                             f"give --length {side.max_length - extra}, or serve with a longer window")  # fmt: skip
+
+
+def _warn_without_bos(sides: list[Judged], records: list[Record]) -> None:
+    for side in sides:
+        bos = side.bos_token_id if isinstance(side, LocalCheckpoint) else None
+        without = [record for record in records if record.tokens[0] != bos]
+        if bos is not None and without:
+            output.warn(f"{len(without)} of {len(records)} records do not start with BOS ({bos}), first {without[0].where}: "
+                        f"perplexity without it means little")  # fmt: skip
+            return

@@ -1,0 +1,1 @@
+"""The commands of `gemq`, one file a noun; each parses, calls and prints, and no more."""
