@@ -1,0 +1,392 @@
+"""A second pair of eyes on a checkpoint: its shards, its index and its quantization config, read without gemq's own reader or torch.
+
+Everything here is written from the formats' descriptions: safetensors (8 bytes of little-endian header length, a JSON header, the data)
+and compressed-tensors' `quantization_config` (which module takes which scheme, and which tensors a scheme stores).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gemq.errors import IntegrityError, UsageError
+from gemq.quantize.seal import Difference
+
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+              "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}  # fmt: skip
+SCALE_DTYPES = ("BF16", "F16", "F32")
+_LONGEST_HEADER_BYTES = 100_000_000
+_LARGEST = 2**63 - 1
+# nn.Linear's usual names, where a target says "Linear" and only tensors are at hand
+_LINEAR_NAMES = re.compile(r"(.*_proj|linear|lm_head|per_layer_input_gate|per_layer_projection|per_layer_model_projection)$")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor in a shard: `start` counts from the beginning of `file`, both in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    nbytes: int
+
+
+def strict_json(raw: bytes, what: str, advice: str = "fetch or copy that file again") -> Any:
+    """The document in `raw`; raises IntegrityError on bad UTF-8, bad JSON, NaN, or a key that stands twice in one object."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key stands twice in one object")
+        return found
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{what} can't be read as JSON ({str(error)[:100]})", advice) from None
+
+
+def read_shard(path: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file, in file order; raises IntegrityError unless they fill it without gap or overlap."""
+
+    def broken(why: str) -> IntegrityError:
+        return IntegrityError(f"{path.name} is not a whole safetensors file: {why}", "fetch or copy that file again")
+
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            first = file.read(8)
+            if len(first) != 8:
+                raise broken(f"it has only {size} bytes")
+            (length,) = struct.unpack("<Q", first)
+            if length > _LONGEST_HEADER_BYTES or 8 + length > size:
+                raise broken(f"its header claims {length} bytes, the file has {size}")
+            raw = file.read(length)
+    except OSError as error:
+        raise broken(f"{error.strerror}") from None
+    if not raw.startswith(b"{"):
+        raise broken("its header does not begin with a brace")
+    header = strict_json(raw, f"the header of {path.name}")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise broken("its metadata must map text to text")
+    placed = []
+    for name, entry in header.items():
+        problem = _entry_problem(name, entry)
+        if problem:
+            raise broken(f"{name[:200]!r} {problem}")
+        begin, end = entry["data_offsets"]
+        placed.append(Tensor(name, entry["dtype"], tuple(entry["shape"]), path, 8 + length + begin, end - begin))
+    placed.sort(key=lambda tensor: (tensor.start, tensor.nbytes))
+    position = 8 + length
+    for tensor in placed:
+        if tensor.start != position:
+            kind = "overlaps the tensor before it" if tensor.start < position else "leaves a gap before it"
+            raise broken(f"{tensor.name} {kind}: it starts at byte {tensor.start}, {position} is right")
+        position += tensor.nbytes
+    if position != size:
+        raise broken(f"its tensors end at byte {position}, the file at {size}")
+    return {tensor.name: tensor for tensor in placed}
+
+
+def _entry_problem(name: str, entry: object) -> str:
+    if not name or not name.isprintable():
+        return "is no name for a tensor"
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        return "must have dtype, shape and data_offsets, and nothing else"
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in ITEM_BYTES:
+        return f"has the unknown dtype {str(entry['dtype'])[:40]!r}"
+    for key in ("shape", "data_offsets"):
+        values = entry[key]
+        if not isinstance(values, list) or len(values) > 64 or not all(type(value) is int and 0 <= value <= _LARGEST for value in values):
+            return f"has {key} that are no list of sizes"
+    if len(entry["data_offsets"]) != 2:
+        return "must have two data_offsets"
+    needed = math.prod(entry["shape"]) * ITEM_BYTES[entry["dtype"]]
+    spanned = entry["data_offsets"][1] - entry["data_offsets"][0]
+    if needed != spanned:
+        return f"of {entry['dtype']} {entry['shape']} does not fill its {spanned} bytes"
+    return ""
+
+
+def read_tensors(directory: Path) -> tuple[dict[str, Tensor], list[Difference]]:
+    """All tensors of a checkpoint by name, and where shards, index and each other disagree. Raises UsageError if there are none."""
+    index = directory / "model.safetensors.index.json"
+    differences: list[Difference] = []
+    tensors: dict[str, Tensor] = {}
+    shards = sorted(path for path in directory.rglob("*.safetensors") if path.parent == directory or not path.is_dir())
+    if not shards and not index.exists():
+        raise UsageError(f"{directory} has no safetensors weights", "give a directory with model.safetensors, or shards and their index")
+    for shard in shards:
+        try:
+            found = read_shard(shard)
+        except IntegrityError as error:
+            differences.append(Difference(str(shard.relative_to(directory)), error.message))
+            continue
+        for name, tensor in found.items():
+            if name in tensors:
+                differences.append(Difference(name, f"stands in {tensors[name].file.name} and in {shard.name}"))
+            tensors[name] = tensor
+    if index.exists():
+        differences += _index_differences(index, tensors)
+    elif [shard.name for shard in shards] != ["model.safetensors"]:
+        differences.append(Difference(index.name, "is missing, and there is more than one shard"))
+    return tensors, differences
+
+
+def _index_differences(index: Path, tensors: dict[str, Tensor]) -> list[Difference]:
+    try:
+        document = strict_json(index.read_bytes(), index.name)
+        weight_map = document["weight_map"]
+        if not all(isinstance(file, str) for file in weight_map.values()):
+            raise TypeError
+        total = document.get("metadata", {}).get("total_size")
+    except IntegrityError as error:
+        return [Difference(index.name, error.message)]
+    except (OSError, KeyError, TypeError, AttributeError):
+        return [Difference(index.name, "has no weight_map of names to files")]
+    differences = []
+    for name in sorted(set(weight_map) | set(tensors)):
+        if name not in tensors:
+            differences.append(Difference(name, f"is in no shard, {index.name} places it in {weight_map[name]}"))
+        elif name not in weight_map:
+            differences.append(Difference(name, f"is in {tensors[name].file.name}, {index.name} does not list it"))
+        elif index.parent / weight_map[name] != tensors[name].file:
+            differences.append(Difference(name, f"is in {tensors[name].file.name}, {index.name} places it in {weight_map[name]}"))
+    stored = sum(tensor.nbytes for tensor in tensors.values())
+    if total is not None and total != stored:
+        differences.append(Difference(index.name, f"claims a total_size of {str(total)[:40]}, the shards hold {stored}"))
+    return differences
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one group of modules is stored, in compressed-tensors' terms."""
+
+    format: str
+    num_bits: int
+    type: str
+    symmetric: bool
+    strategy: str
+    group_size: int
+    static_input: bool
+    targets: tuple[str, ...]
+
+    def label(self) -> str:
+        """The scheme in a few characters: int4 g128 pack-quantized."""
+        size = f"g{self.group_size}" if self.strategy == "group" else self.strategy
+        return f"{self.type}{self.num_bits} {size} {self.format}"
+
+    def groups(self, in_features: int) -> int:
+        """Scales in a row."""
+        return in_features // self.group_size if self.strategy == "group" else 1
+
+    def tensors(self, shape: tuple[int, int]) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+        """What is stored for a weight [out, in]: suffix -> (valid dtypes, shape)."""
+        out, inputs = shape
+        groups = self.groups(inputs)
+        scale_shape = (1,) if self.strategy == "tensor" else (out, groups)
+        stored: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {"weight_scale": (SCALE_DTYPES, scale_shape)}
+        if self.format == "pack-quantized":
+            stored["weight_packed"] = (("I32",), (out, -(-inputs * self.num_bits // 32)))
+            stored["weight_shape"] = (("I64",), (2,))
+            if not self.symmetric:
+                stored["weight_zero_point"] = (("I32",), (-(-out * self.num_bits // 32), groups))
+        else:
+            stored["weight"] = (("F8_E4M3",) if self.type == "float" else ("I8",), shape)
+            if not self.symmetric:
+                stored["weight_zero_point"] = (("I8",), scale_shape)
+        if self.static_input:
+            stored["input_scale"] = (SCALE_DTYPES, (1,))
+        return stored
+
+
+@dataclass
+class Quantization:
+    """A checkpoint's `quantization_config`: its schemes, what it ignores, and whether the KV cache has scales."""
+
+    schemes: list[Scheme] = field(default_factory=list)
+    ignore: tuple[str, ...] = ()
+    kv_scales: bool = False
+
+    def scheme_of(self, module: str, *, is_linear: bool) -> Scheme | None:
+        """The scheme of `module`, or None: exact names before patterns before class names, what is ignored has none."""
+        if any(_matches(entry, module, is_linear) for entry in self.ignore):
+            return None
+        ranked = sorted(((_rank(target), target, number) for number, scheme in enumerate(self.schemes) for target in scheme.targets))
+        for _, target, number in ranked:
+            if _matches(target, module, is_linear):
+                return self.schemes[number]
+        return None
+
+
+def _rank(target: str) -> int:
+    return 1 if target.startswith("re:") else 2 if target in ("Linear", "Embedding") else 0
+
+
+def _matches(target: str, module: str, is_linear: bool) -> bool:
+    if target.startswith("re:"):
+        try:
+            return re.match(target[3:], module) is not None
+        except (re.error, RecursionError, OverflowError) as error:
+            raise IntegrityError(f"config.json has the pattern {target[:200]!r}, which is no regular expression: {error}",
+                                 "don't use this checkpoint") from None
+    return target == module or (target == "Linear" and is_linear)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a checkpoint or source; raises IntegrityError if it is missing or no JSON object."""
+    try:
+        raw = (directory / "config.json").read_bytes()
+    except OSError as error:
+        raise IntegrityError(f"{directory / 'config.json'} can't be read: {error.strerror}", "fetch the checkpoint again") from None
+    config = strict_json(raw, str(directory / "config.json"))
+    if not isinstance(config, dict):
+        raise IntegrityError(f"{directory / 'config.json'} is no JSON object", "fetch the checkpoint again")
+    return config
+
+
+def quantization_of(config: dict[str, Any]) -> Quantization:
+    """What config.json says of quantization; empty for an unquantized model. Raises IntegrityError on what can't be understood."""
+
+    def broken(why: str) -> IntegrityError:
+        return IntegrityError(f"quantization_config in config.json {why}", "don't use this checkpoint, or quantize the source again")
+
+    stated = config.get("quantization_config")
+    if stated is None:
+        return Quantization()
+    if not isinstance(stated, dict) or not isinstance(stated.get("config_groups"), dict):
+        raise broken("must be an object with config_groups")
+    if stated.get("quant_method") != "compressed-tensors":
+        raise broken(f"has the quant_method {str(stated.get('quant_method'))[:40]!r}, this reader knows 'compressed-tensors'")
+    ignore = stated.get("ignore") or []
+    if not isinstance(ignore, list) or not all(isinstance(entry, str) for entry in ignore):
+        raise broken("must have a list of names in ignore")
+    schemes = [_scheme(name, group, stated.get("format"), broken) for name, group in stated["config_groups"].items()]
+    return Quantization(schemes, tuple(ignore), bool(stated.get("kv_cache_scheme")))
+
+
+def _scheme(name: str, group: Any, overall: object, broken: Any) -> Scheme:
+    weights = group.get("weights") if isinstance(group, dict) else None
+    targets = group.get("targets") if isinstance(group, dict) else None
+    if not isinstance(weights, dict) or not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise broken(f"group {name!r} must have targets and weights")
+    form = group.get("format") or overall
+    bits, kind, strategy = weights.get("num_bits", 8), weights.get("type", "int"), weights.get("strategy")
+    size = weights.get("group_size")
+    if strategy is None:
+        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+    valid_bits = {"pack-quantized": range(1, 9), "int-quantized": (8,), "float-quantized": (8,)}
+    if form not in valid_bits:
+        raise broken(f"group {name!r} has the format {str(form)[:40]!r}, this reader knows {', '.join(valid_bits)}")
+    if type(bits) is not int or bits not in valid_bits[form] or kind != ("float" if form == "float-quantized" else "int"):
+        raise broken(f"group {name!r} stores {str(kind)[:40]} of {str(bits)[:40]} bits as {form}")
+    if strategy not in ("group", "channel", "tensor") or (strategy == "group") != (type(size) is int and size > 0):
+        raise broken(f"group {name!r} has the strategy {str(strategy)[:40]!r} with the group_size {str(size)[:40]}")
+    inputs = group.get("input_activations")
+    static = isinstance(inputs, dict) and inputs.get("dynamic", False) is False
+    symmetric = weights.get("symmetric", True)
+    return Scheme(form, bits, kind, symmetric is not False, strategy, size if strategy == "group" else 0, static, tuple(targets))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A quantized linear of a checkpoint: its module, the shape of its weight [out, in], its scheme and its tensors by suffix."""
+
+    module: str
+    shape: tuple[int, int]
+    scheme: Scheme
+    tensors: dict[str, Tensor]
+
+
+@dataclass
+class Structure:
+    """What a checkpoint holds according to its headers and config: every tensor, and the quantized units among them."""
+
+    tensors: dict[str, Tensor]
+    units: dict[str, Unit]
+    quantization: Quantization
+    differences: list[Difference]
+
+
+def audit_structure(directory: Path) -> Structure:
+    """Read shards, index and config of a checkpoint, and find where they disagree; reads no weights but the few bytes of weight_shape."""
+    quantization = quantization_of(read_config(directory))
+    tensors, differences = read_tensors(directory)
+    modules: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        module, _, suffix = name.rpartition(".")
+        modules.setdefault(module, {})[suffix] = tensor
+    units = {}
+    for module, held in modules.items():
+        if "weight_packed" in held or "weight_scale" in held:
+            unit = _unit(module, held, quantization, differences)
+            if unit is not None:
+                units[module] = unit
+        elif "weight" in held and len(held["weight"].shape) == 2:
+            scheme = quantization.scheme_of(module, is_linear=_LINEAR_NAMES.search(module) is not None)
+            if scheme is not None:
+                differences.append(Difference(f"{module}.weight", f"is not quantized, the config says {scheme.label()}"))
+    return Structure(tensors, units, quantization, differences)
+
+
+def _unit(module: str, held: dict[str, Tensor], quantization: Quantization, differences: list[Difference]) -> Unit | None:
+    scheme = quantization.scheme_of(module, is_linear=True)
+    if scheme is None:
+        differences.append(Difference(module, "is quantized, and no target of the config names it"))
+        return None
+    shape = _shape_of(module, held, scheme, differences)
+    if shape is None:
+        return None
+    if scheme.strategy == "group" and shape[1] % scheme.group_size:
+        differences.append(Difference(module, f"has {shape[1]} inputs, which groups of {scheme.group_size} don't divide"))
+        return None
+    expected, whole = scheme.tensors(shape), True
+    for suffix, (dtypes, wanted) in expected.items():
+        tensor = held.get(suffix)
+        if tensor is None:
+            differences.append(Difference(f"{module}.{suffix}", f"is missing, {scheme.label()} needs it"))
+            whole = False
+        elif tensor.dtype not in dtypes or tensor.shape != wanted:
+            differences.append(Difference(tensor.name, f"is {tensor.dtype} {list(tensor.shape)}, {scheme.label()} of "
+                                          f"{list(shape)} means {'/'.join(dtypes)} {list(wanted)}"))
+            whole = False
+    for suffix in sorted(set(held) - set(expected) - {"bias"}):
+        differences.append(Difference(f"{module}.{suffix}", f"has no place beside {scheme.label()}"))
+    return Unit(module, shape, scheme, {suffix: held[suffix] for suffix in expected}) if whole else None
+
+
+def _shape_of(module: str, held: dict[str, Tensor], scheme: Scheme, differences: list[Difference]) -> tuple[int, int] | None:
+    """[out, in] of a unit's weight: weight_shape says it where it is packed, else the weight itself."""
+    stored, needed = ("weight_shape", "weight_packed") if scheme.format == "pack-quantized" else ("weight", "weight")
+    for suffix in (stored, needed):
+        if suffix not in held:
+            differences.append(Difference(f"{module}.{suffix}", f"is missing, {scheme.label()} needs it"))
+            return None
+    tensor = held[stored]
+    if stored == "weight":
+        if len(tensor.shape) == 2:
+            return tensor.shape[0], tensor.shape[1]
+        differences.append(Difference(tensor.name, f"has the shape {list(tensor.shape)}, {scheme.label()} means a matrix"))
+        return None
+    if tensor.dtype != "I64" or tensor.shape != (2,):
+        differences.append(Difference(tensor.name, f"is {tensor.dtype} {list(tensor.shape)}, {scheme.label()} means I64 [2]"))
+        return None
+    with open(tensor.file, "rb") as file:
+        file.seek(tensor.start)
+        out, inputs = struct.unpack("<qq", file.read(16))
+    if out < 0 or inputs < 0:
+        differences.append(Difference(tensor.name, f"says [{out}, {inputs}], which is no shape"))
+        return None
+    return out, inputs
