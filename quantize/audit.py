@@ -297,7 +297,8 @@ def _scheme(name: str, group: Any, overall: object, broken: Any) -> Scheme:
     inputs = group.get("input_activations")
     static = isinstance(inputs, dict) and inputs.get("dynamic", False) is False
     symmetric = weights.get("symmetric", True)
-    return Scheme(form, bits, kind, symmetric is not False, strategy, size if strategy == "group" else 0, static, tuple(targets))
+    group_size = size if strategy == "group" and isinstance(size, int) else 0
+    return Scheme(form, bits, kind, symmetric is not False, strategy, group_size, static, tuple(targets))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,100 @@
+"""`gemq verify`: whether a checkpoint is what its seal, its config, its source and an arena's rules say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gemq import output
+from gemq.errors import IntegrityError, UsageError
+
+if TYPE_CHECKING:
+    from gemq.quantize.seal import Difference
+    from gemq.quantize.verify import Comparison
+
+_SHOWN = 50
+_DOWNLOADED = (".cache", ".gitattributes")
+
+
+def verify(
+    checkpoint: Annotated[Path, typer.Argument(help="The directory of a sealed checkpoint.")],
+    fast: Annotated[bool, typer.Option("--fast", help="Compare sizes and shard headers only; no byte of a weight is read.")] = False,
+    source: Annotated[Path | None, typer.Option(help="The unquantized model: compare every tensor with it.")] = None,
+    arena: Annotated[str | None, typer.Option(help="Check an arena's rules too (lowbarena, efficient-gemma); needs --source.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
+) -> None:
+    """Check a checkpoint against its seal, and with --source tensor by tensor against what it was made from. Exits 4 on any difference."""
+    from gemq.quantize import arena_rules, seal
+    from gemq.quantize.audit import audit_structure
+    from gemq.quantize.verify import verify_against_source
+
+    output.mode.json = as_json
+    if arena is not None:
+        arena_rules.arena_rules(arena)
+        if source is None:
+            raise UsageError(f"--arena {arena} compares with the source, and there is none", "add --source DIR")
+    if fast and source is not None:
+        raise UsageError("--fast reads no weights, and --source compares them", "give one of the two")
+    if source is not None and not source.is_dir():
+        raise UsageError(f"the source {source} is no directory", "give the directory of the unquantized model")
+    digest, files = seal.seal_digest(checkpoint), len(seal.read_seal(checkpoint))
+    differences = seal.check_seal(checkpoint, fast=fast)
+    structure = audit_structure(checkpoint)
+    differences += structure.differences
+    comparison = None
+    if source is not None:
+        comparison = verify_against_source(checkpoint, source, structure)
+        differences += comparison.differences
+        if arena is not None:
+            differences += arena_rules.check_arena(checkpoint, source, arena, structure, comparison)
+    differences = list(dict.fromkeys(differences))
+    document: dict[str, Any] = {"checkpoint": str(checkpoint), "seal_digest": digest, "files": files, "tensors": len(structure.tensors),
+                                "quantized_units": len(structure.units), "checked": "sizes and headers" if fast else "every byte",
+                                "arena": arena, "ok": not differences,
+                                "differences": [{"path": difference.path, "what": difference.what} for difference in differences]}
+    if comparison is not None:
+        document["source"] = _comparison_json(source, comparison)
+        _print_table(comparison)
+    text = "" if differences else _sentence(checkpoint, digest, files, fast, source, arena)
+    output.result(document, text)
+    if differences:
+        _refuse(checkpoint, differences)
+
+
+def _comparison_json(source: Path | None, comparison: Comparison) -> dict[str, Any]:
+    kinds = {kind: {"count": tally.count, "source_bytes": tally.source_bytes, "checkpoint_bytes": tally.checkpoint_bytes}
+             for kind, tally in comparison.kinds.items()}
+    largest = max((fit.shift_rms for fit in comparison.fits), default=0.0)
+    return {"path": str(source), "kinds": kinds, "added": comparison.added, "largest_shift_rms": largest}
+
+
+def _print_table(comparison: Comparison) -> None:
+    rows = [(kind, tally.count, output.human_bytes(tally.source_bytes), output.human_bytes(tally.checkpoint_bytes))
+            for kind, tally in comparison.kinds.items()]
+    output.table("", ("tensors", "count", "in the source", "in the checkpoint"), rows)
+
+
+def _sentence(checkpoint: Path, digest: str, files: int, fast: bool, source: Path | None, arena: str | None) -> str:
+    how = "names, modes, sizes and shard headers agree (--fast: no content was read)" if fast else "every byte agrees"
+    against = f"; every tensor accounted for against {source}" if source else ""
+    rules = f"; keeps to {arena}'s rules" if arena else ""
+    return f"{checkpoint}: {files} files, {how}{against}{rules}\nseal {digest}"
+
+
+def _refuse(checkpoint: Path, differences: list[Difference]) -> None:
+    for difference in differences[:_SHOWN]:
+        output.note(f"  {difference}")
+    if len(differences) > _SHOWN:
+        output.note(f"  … and {len(differences) - _SHOWN} more; --json lists all")
+    count = f"{len(differences)} difference{'s' if len(differences) > 1 else ''}"
+    if all(difference.path.split("/")[0] in _DOWNLOADED for difference in differences):
+        raise IntegrityError(f"{checkpoint} holds what a download left beside the checkpoint: {count}",
+                             f"remove {' and '.join(_DOWNLOADED)} from it, and verify again")
+    raise IntegrityError(f"{checkpoint} is not what it should be: {count}", "don't use it; fetch or quantize it again")
+
+
+def register(app: typer.Typer) -> None:
+    """Add `verify` to gemq's commands."""
+    app.command("verify")(verify)
