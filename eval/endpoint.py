@@ -1,7 +1,8 @@
 """Log-probabilities of a served model, asked for as the arenas ask: /v1/completions, token-id prompt, `prompt_logprobs: 1`.
 
-Every answer is checked against the contract of vLLM's server: one entry a prompt token, the first null, each entry holds its token with a finite
-log-probability of at most 0, the probabilities of an entry sum to at most 1. What breaks it is an IntegrityError that names the record.
+Every answer is checked against the contract of vLLM's server: one entry a prompt token, the first null, each entry holds its token
+with a finite log-probability of at most 0, the probabilities of an entry sum to at most 1. What breaks it is an IntegrityError that
+names the record.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def is_url(target: str) -> bool:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A served model that answered /v1/models. `name` is the URL as it was given; `max_length` is the server's own limit, if it says one."""
+    """A served model that answered /v1/models; `name` is the URL as given, `max_length` the server's own limit, if it says one."""
 
     name: str
     base_url: str
@@ -141,7 +142,8 @@ class Connection:
     def score(self, record: Record) -> list[float]:
         """The log-probabilities, in nats, of the record's targets as the endpoint gives them.
 
-        Raises StoppedSafely when the endpoint is gone, UsageError when it refuses the record, IntegrityError when its answer breaks the contract.
+        Raises StoppedSafely when the endpoint is gone, UsageError when it refuses the record, IntegrityError when its answer breaks
+        the contract.
         """
         body = {
             "model": self.endpoint.model, "prompt": list(record.tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1,

@@ -1,7 +1,7 @@
 """Scores of records that are done, kept beside --output so that a stopped evaluation goes on where it was.
 
-The file belongs to one evaluation (its `key`: target, data, limits). After a resume the last kept record is scored again; if the number moved, the
-target is not the one that gave the others, and nothing is mixed.
+The file belongs to one evaluation (its `key`: target, data, limits). After a resume the last kept record is scored again; if the
+number moved, the target is not the one that gave the others, and nothing is mixed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TOLERANCE_NATS = 0.01  # a token; servers in bf16 don't repeat the last digits
 
 
 class FinishedRecords:
-    """Per role ("target", "reference", "both"), the scores of finished records by index; written to disk every ten seconds and by `save`."""
+    """The scores of finished records by role ("target", "reference", "both") and index; on disk every ten seconds and after `save`."""
 
     def __init__(self, output: Path | None, key: dict[str, Any]) -> None:
         self.path = None if output is None else atomic.partial_of(output)
@@ -62,7 +62,7 @@ class FinishedRecords:
             drift = max(abs(now - then) for now, then in zip(scores, kept[1], strict=True)) / tokens
             if not math.isfinite(drift) or drift > _TOLERANCE_NATS:
                 self._to_check[role] = kept
-                raise IntegrityError(f"{where} scores {drift:.4f} nats a token away from what {self.path} kept: the {role} has changed since",
+                raise IntegrityError(f"{where} scores {drift:.4f} nats a token away from what {self.path} kept: the model has changed",
                                      "delete that file and start again")  # fmt: skip
         self._scores.setdefault(role, {})[index] = scores
         if time.monotonic() - self._saved_at >= SAVE_SECONDS:

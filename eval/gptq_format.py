@@ -1,8 +1,9 @@
 """Unpack weights of the AutoGPTQ checkpoint format (`quant_method: gptq`).
 
 A linear [out, in] of b bits is stored as (AutoGPTQ's and GPTQModel's layout, which vLLM reads):
-qweight [in * b / 32, out] int32, packed along the inputs, low bits first; scales [groups, out]; qzeros [groups, out * b / 32] int32, packed along the
-outputs, each zero point minus one in `checkpoint_format: gptq` and as it is in `gptq_v2`; g_idx [in] int32, the group of each input.
+qweight [in * b / 32, out] int32, packed along the inputs, low bits first; scales [groups, out]; qzeros [groups, out * b / 32]
+int32, packed along the outputs, each zero point minus one in `checkpoint_format: gptq` and as it is in `gptq_v2`; g_idx [in] int32,
+the group of each input.
 """
 
 from __future__ import annotations
@@ -54,15 +55,20 @@ def read_state_dict(directory: Path, quantization: dict[str, Any]) -> dict[str, 
         reader.close()
 
 
+def _read_parts(reader: ShardReader, stem: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    qweight, qzeros, scales, g_idx = (reader.read(f"{stem}.{part}") for part in _PARTS)
+    return qweight, qzeros, scales, g_idx
+
+
 def _tensors(reader: ShardReader, bits: int, zero_offset: int) -> Iterator[tuple[str, torch.Tensor]]:
     for name in reader.tensors:
         stem, _, part = name.rpartition(".")
         if f"{stem}.qweight" not in reader or part not in _PARTS:
             yield name, reader.read(name)
         elif part == "qweight":
-            parts = [reader.read(f"{stem}.{each}") for each in _PARTS]
+            parts = qweight, qzeros, scales, g_idx = _read_parts(reader, stem)
             try:
-                yield f"{stem}.weight", dequantize(*parts, bits, zero_offset)
+                yield f"{stem}.weight", dequantize(qweight, qzeros, scales, g_idx, bits, zero_offset)
             except (RuntimeError, IndexError) as error:
                 shapes = ", ".join(f"{each} {tuple(tensor.shape)}" for each, tensor in zip(_PARTS, parts, strict=True))
                 raise IntegrityError(

@@ -1,7 +1,8 @@
 """KL(reference || target) in nats a target token, over the whole vocabulary, of two checkpoint directories.
 
-KL_t = \\sum_v p_ref(v | x_<t) (log p_ref(v | x_<t) - log p_target(v | x_<t)). One model is in memory at a time: the reference leaves its hidden states at
-the target positions (a hundredth of the log-probabilities' size or less) and its output projection, from which its log-probabilities come back.
+KL_t = \\sum_v p_ref(v | x_<t) (log p_ref(v | x_<t) - log p_target(v | x_<t)). One model is in memory at a time: the reference
+leaves its hidden states at the target positions (a hundredth of the log-probabilities' size or less) and its output projection,
+from which its log-probabilities come back.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def evaluate_kl(
 ) -> KlResult:
     """The KL divergence of checkpoint `target` from checkpoint `reference` on the targets of `data`.
 
-    Raises UsageError for endpoints (their API tells no whole distribution) and whatever reading the data and loading the checkpoints raises.
+    Raises UsageError for endpoints (their API tells no whole distribution) and whatever reading the data and loading the
+    checkpoints raises.
     """
     for name in (target, reference):
         if is_url(name):

@@ -1,8 +1,9 @@
 """Log-probabilities of a checkpoint directory, computed by transformers on its dequantized weights.
 
-Weights are dequantized as they load; activations that a scheme quantizes (fp8, int8) are quantized and dequantized in each linear as served.
-Memory: the weights, one record's hidden states, and log-probabilities of a few dozen positions at a time. Computed in float32 on CPUs (bf16 matrix
-products are slower there unless the CPU has AMX), in the checkpoint's dtype on GPUs; log-softmax is always float32.
+Weights are dequantized as they load; activations that a scheme quantizes (fp8, int8) are quantized and dequantized in each linear
+as served. Memory: the weights, one record's hidden states, and log-probabilities of a few dozen positions at a time. Computed in
+float32 on CPUs (bf16 matrix products are slower there unless the CPU has AMX), in the checkpoint's dtype on GPUs; log-softmax is
+always float32.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def require_device(name: str) -> torch.device:
 
 
 def require_dtype(name: str, device: torch.device, stored: str | None = None) -> torch.dtype:
-    """The dtype to compute in: float32 on a CPU without AMX, bfloat16 on one with it, the checkpoint's own on a GPU; or the one asked for."""
+    """The dtype to compute in: float32 on a CPU without AMX, bfloat16 with it, the checkpoint's own on a GPU; or the one asked for."""
     if name in DTYPES:
         return DTYPES[name]
     if name != "auto":
@@ -180,8 +181,8 @@ def _load(checkpoint: LocalCheckpoint, device: torch.device, dtype: torch.dtype)
                              "check that its files belong together, or fetch or quantize it again") from error  # fmt: skip
     for problem in ("missing_keys", "mismatched_keys"):
         if info[problem]:
-            first = min(str(key) for key in info[problem])
-            raise IntegrityError(f"{checkpoint.name} does not fill {checkpoint.architecture}: {len(info[problem])} {problem.replace('_', ' ')}, e.g. {first}",
+            first, kind = min(str(key) for key in info[problem]), problem.replace("_", " ")
+            raise IntegrityError(f"{checkpoint.name} does not fill {checkpoint.architecture}: {len(info[problem])} {kind}, e.g. {first}",
                                  "fetch or quantize the checkpoint again")  # fmt: skip
     return model.eval()
 
@@ -269,5 +270,5 @@ def require_finite(log_probabilities: list[float], name: str, record: Record) ->
     """Raise IntegrityError naming the record if a log-probability is NaN or infinite."""
     for offset, value in enumerate(log_probabilities):
         if not math.isfinite(value):
-            raise IntegrityError(f"{record.where}: {name} gives target {offset} (token {record.targets[offset]}) the log-probability {value}",
+            raise IntegrityError(f"{record.where}: {name} gives target {offset}, token {record.targets[offset]}, the value {value}",
                                  "the checkpoint or its kernel is broken: verify it, or quantize again")  # fmt: skip

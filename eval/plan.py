@@ -56,7 +56,8 @@ class Plan:
         _warn_without_bos(sides, found)
         key = {
             "kind": kind, "target": _identity(opened), "reference": other and _identity(other), "data_sha256": file_sha256(data),
-            "records": records, "skip": skip, "length": length, "dtype": dtype, "tokenizer": str(tokenizer) if data.suffix == ".txt" else None,
+            "records": records, "skip": skip, "length": length, "dtype": dtype,
+            "tokenizer": str(tokenizer) if data.suffix == ".txt" else None,
         }  # fmt: skip
         return cls(opened, other, found, FinishedRecords(output_path, key))
 

@@ -38,7 +38,8 @@ class RecordScore:
 class PplResult:
     """Perplexities with standard errors and one-sided upper 95% bounds (None for a single record); reference, ratio and KL where asked.
 
-    `ratio` is PPL(target) / PPL(reference), paired by record; `kl_nats` is KL(reference || target) a token. `dtype` is "served" for an endpoint.
+    `ratio` is PPL(target) / PPL(reference), paired by record; `kl_nats` is KL(reference || target) a token. `dtype` is "served" for
+    an endpoint.
     """
 
     target: str
@@ -102,9 +103,10 @@ def evaluate_ppl(
 ) -> PplResult:
     """The perplexity of `target` (a checkpoint directory or an endpoint's URL) on `data`, with the reference's beside it if one is given.
 
-    `records`, `skip`: how many records, after how many; `length`: tokens a window of text (1024), or the cut of token records (none);
-    `with_kl` needs two directories; `tokenizer` is the directory for text against a URL. With `output_path`, finished records survive a stop in a
-    file beside it, and the same call goes on; writing the result there is the caller's. Raises UsageError, IntegrityError, StoppedSafely.
+    `records`, `skip`: how many records, after how many; `length`: tokens a window of text (1024), or the cut of token records
+    (none); `with_kl` needs two directories; `tokenizer` is the directory for text against a URL. With `output_path`, finished
+    records survive a stop in a file beside it, and the same call goes on; writing the result there is the caller's. Raises
+    UsageError, IntegrityError, StoppedSafely.
     """
     if with_kl and (reference is None or is_url(target) or is_url(reference)):
         raise UsageError("KL needs a target and a reference that are both checkpoint directories", "leave KL out, or give directories")

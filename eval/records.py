@@ -47,10 +47,10 @@ def read_records(
 ) -> list[Record]:
     """The records of `data`, at most `records` of them after the first `skip`; never an empty list.
 
-    A .txt is tokenized whole by the tokenizer in `tokenizer`, without special tokens, and cut into windows of BOS + `length` - 1 tokens
-    (default 1024); the last, shorter window counts if it has two tokens, BOS included. A .jsonl holds the arena's token records
-    {id, context_token_ids, target_token_ids}; with `length` each is cut to its first `length` tokens, and one left without targets is dropped.
-    Raises UsageError on anything else, with file and line.
+    A .txt is tokenized whole by the tokenizer in `tokenizer`, without special tokens, and cut into windows of BOS + `length` - 1
+    tokens (default 1024); the last, shorter window counts if it has two tokens, BOS included. A .jsonl holds the arena's token
+    records {id, context_token_ids, target_token_ids}; with `length` each is cut to its first `length` tokens, and one left without
+    targets is dropped. Raises UsageError on anything else, with file and line.
     """
     if records is not None and records < 1:
         raise UsageError(f"--records {records}: at least 1 is needed", "leave --records out to score them all")
@@ -103,7 +103,7 @@ def _windows(data: Path, tokenizer_directory: Path | None, vocab_size: int | Non
                          "give token records (.jsonl) instead of text")  # fmt: skip
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if vocab_size is not None and max([bos, *ids]) >= vocab_size:
-        raise UsageError(f"the tokenizer in {tokenizer_directory} gives id {max([bos, *ids])}, the model's vocabulary has {vocab_size} tokens",
+        raise UsageError(f"the tokenizer in {tokenizer_directory} gives id {max([bos, *ids])}, the model has {vocab_size} tokens",
                          "use the tokenizer that belongs to the checkpoint")  # fmt: skip
     for number, start in enumerate(range(0, len(ids), length - 1)):
         yield Record(f"window-{number}", (bos, *ids[start : start + length - 1]), 1, f"{data} window {number}")

@@ -1,16 +1,19 @@
 r"""Perplexity, its standard error, and upper bounds, with records as clusters.
 
-Tokens of one record are not independent, records are. So each statistic is a ratio of sums over records, R = \sum_i y_i / \sum_i n_i, with y_i a
-record's sum (NLL, difference of two NLLs, or KL) and n_i its tokens: Cochran, Sampling Techniques (1977), section 9A.1, clusters of unequal size.
+Tokens of one record are not independent, records are. So each statistic is a ratio of sums over records, R = \sum_i y_i / \sum_i
+n_i, with y_i a record's sum (NLL, difference of two NLLs, or KL) and n_i its tokens: Cochran, Sampling Techniques (1977), section
+9A.1, clusters of unequal size.
 
-- Variance: the jackknife that leaves out one record at a time, v = (k-1)/k \sum_i (R_(i) - R)^2 with R_(i) = (Y - y_i)/(N - n_i) (Wolter,
-  Introduction to Variance Estimation, 2007, chapter 4). It is biased upwards where the linearized (delta) variance is biased downwards for few
-  records (Efron & Stein, Annals of Statistics 9, 1981), which is the side on which a budget should err. For equal n_i both are s^2 / k.
-- Upper 95% bound, one-sided: R + se * t with the t quantile of k - 1 degrees of freedom, and, where the records are skewed to the right, Hall's
-  second-order term in addition: se * g (2 t^2 + 1) / (6 sqrt(k)), g being the skewness of the jackknife's pseudo-values (Hall, The Bootstrap and
-  Edgeworth Expansion, 1992, section 3.4; with t where he has z). Without it, a bound on a mean such as KL, where few records hold most of the
-  divergence, covers too rarely. It is never used to lower a bound.
-- PPL = exp(R), its standard error PPL * se (delta method); a ratio of two PPLs on the same records is exp of the mean of paired differences.
+- Variance: the jackknife that leaves out one record at a time, v = (k-1)/k \sum_i (R_(i) - R)^2 with R_(i) = (Y - y_i)/(N - n_i)
+  (Wolter, Introduction to Variance Estimation, 2007, chapter 4). It is biased upwards where the linearized (delta) variance is
+  biased downwards for few records (Efron & Stein, Annals of Statistics 9, 1981), which is the side on which a budget should err.
+  For equal n_i both are s^2 / k.
+- Upper 95% bound, one-sided: R + se * t with the t quantile of k - 1 degrees of freedom, and, where the records are skewed to the
+  right, Hall's second-order term in addition: se * g (2 t^2 + 1) / (6 sqrt(k)), g being the skewness of the jackknife's
+  pseudo-values (Hall, The Bootstrap and Edgeworth Expansion, 1992, section 3.4; with t where he has z). Without it, a bound on a
+  mean such as KL, where few records hold most of the divergence, covers too rarely. It is never used to lower a bound.
+- PPL = exp(R), its standard error PPL * se (delta method); a ratio of two PPLs on the same records is exp of the mean of paired
+  differences.
 """
 
 from __future__ import annotations

@@ -146,9 +146,13 @@ def eval_kl(
                          output_path=output_file)  # fmt: skip
     _show(result, output_file, "")
     if nats is not None:
-        upper = result.kl_nats.upper_95
-        _hold(upper, nats, f"KL may be {upper if upper is None else format(upper, '.4f')} nats a token (95% upper bound), --budget allows {nats:g}",
-              "score more records if only the bound is over; otherwise use smaller groups, more bits, or better calibration")  # fmt: skip
+        upper = "" if result.kl_nats.upper_95 is None else f"{result.kl_nats.upper_95:.4f}"
+        _hold(
+            result.kl_nats.upper_95,
+            nats,
+            f"KL may be {upper} nats a token (95% upper bound), --budget allows {nats:g}",
+            "score more records if only the bound is over; otherwise use smaller groups, more bits, or better calibration",
+        )
 
 
 def register(app: typer.Typer) -> None:
