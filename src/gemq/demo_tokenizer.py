@@ -2,9 +2,9 @@
 
 SentencePiece's BPE joins, again and again, the leftmost pair of neighbours whose joined text is the piece with the highest score. The
 `tokenizers` library wants that as a list of merges: for every piece, every way to cut it into two pieces, ordered by the piece's score.
-Pieces that SentencePiece calls user-defined (runs of spaces, line breaks, tags) are matched in the text before BPE, the longest first, and
-never joined with their neighbours: they are added tokens here, matched after the spaces became U+2581. Control tokens are found in text too,
-as in Google's own tokenizer.json.
+Pieces that SentencePiece calls user-defined (runs of spaces, line breaks, tags) are matched in the text before BPE, the longest first,
+and never joined with their neighbours: they are added tokens here, matched after the spaces became U+2581. Control tokens are found in
+text too, as in Google's own tokenizer.json.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def tokenizer_from_pieces(tokens: Sequence[str], scores: Sequence[float], kinds:
     made.add_tokens([AddedToken(token, special=token in _HIDDEN, normalized=kind == USER_DEFINED and token not in _HIDDEN)
                      for token, kind in added])
     bos = SPECIAL["bos_token"]
-    made.post_processor = processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocabulary[bos])])
+    known = [(bos, vocabulary[bos])]
+    made.post_processor = processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=known)
     return made
 
 

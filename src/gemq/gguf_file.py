@@ -132,7 +132,9 @@ class GgufFile:
             return [self._value(item) for _ in range(count)]
         if kind in _SCALARS:
             dtype = np.dtype(_SCALARS[kind])
-            return np.frombuffer(self._take(dtype.itemsize), dtype)[0].item() if dtype.kind != "f" else np.frombuffer(self._take(4), dtype)[0]
+            scalar = np.frombuffer(self._take(dtype.itemsize), dtype)[0]
+            # a float stays a numpy scalar: its str() is the shortest decimal of its own width
+            return scalar if dtype.kind == "f" else scalar.item()
         raise self._broken(f"a value before byte {self._file.tell()} has the unknown type {kind}")
 
     def _read_tensor_table(self, count: int) -> None:
