@@ -27,6 +27,7 @@ SEAL_FILE = "gemq.seal.json"
 VERSION = 1
 _MAX_SEAL_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
+_WORTH_THREADS_BYTES = 8 << 20
 _MAX_SIZE = 2**63 - 1
 _LEFT_OVER = re.compile(r"\..+\.\d+\.tmp")  # what atomic.write_file leaves behind when it is killed
 _FETCH_AGAIN = "fetch or copy the checkpoint again; don't use this one"
@@ -312,6 +313,10 @@ def hash_files(files: list[tuple[str, int]], label: str) -> list[bytes | str]:
             results[position] = _sha256(*files[position], tell)
 
         order = sorted(range(len(files)), key=lambda position: -files[position][1])
+        if sum(size for _, size in files) < _WORTH_THREADS_BYTES:
+            for position in order:
+                one(position)
+            return results
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(one, order))
     return results

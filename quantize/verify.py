@@ -81,10 +81,14 @@ class Comparison:
 
 
 def bounds(unit: Unit) -> tuple[float, float]:
-    """The largest shift allowed to the rms of a unit's groups, and to a single group; they halve with every bit."""
+    """The largest shift allowed to the rms of a unit's groups, and to a single group; they halve with every bit.
+
+    The extreme of many groups lies further out than that of the ten thousand measured: as the square root of their number's logarithm.
+    """
     bits = 5 if unit.scheme.type == "float" else unit.scheme.num_bits
     rms = max(0.02, 0.8 / 2 ** (bits - 1))
-    return rms, 6 * rms
+    groups = unit.shape[0] * unit.scheme.groups(unit.shape[1])
+    return rms, 5 * rms * math.sqrt(max(1.0, math.log(max(groups, 1)) / math.log(10_000)))
 
 
 def verify_against_source(directory: Path, source: Path, structure: Structure | None = None) -> Comparison:

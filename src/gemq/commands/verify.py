@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gemq import output
-from gemq.errors import IntegrityError, UsageError
+from gemq.errors import GemqError, IntegrityError, UsageError
 
 if TYPE_CHECKING:
     from gemq.quantize.seal import Difference
@@ -27,10 +27,11 @@ def verify(
 ) -> None:
     """Check a checkpoint against its seal, and with --source tensor by tensor against what it was made from. Exits 4 on any difference."""
     from gemq.quantize import arena_rules, seal
-    from gemq.quantize.audit import audit_structure
+    from gemq.quantize.audit import Quantization, Structure, audit_structure
+    from gemq.quantize.seal import Difference
     from gemq.quantize.verify import verify_against_source
 
-    output.mode.json = as_json
+    output.mode.json = output.mode.json or as_json
     if arena is not None:
         arena_rules.arena_rules(arena)
         if source is None:
@@ -41,9 +42,13 @@ def verify(
         raise UsageError(f"the source {source} is no directory", "give the directory of the unquantized model")
     digest, files = seal.seal_digest(checkpoint), len(seal.read_seal(checkpoint))
     differences = seal.check_seal(checkpoint, fast=fast)
-    structure = audit_structure(checkpoint)
-    differences += structure.differences
-    comparison = None
+    structure, comparison = Structure({}, {}, Quantization(), []), None
+    try:
+        structure = audit_structure(checkpoint)
+        differences += structure.differences
+    except GemqError as error:  # damage that the seal has found too must not hide the seal's list
+        differences.append(Difference("config.json", error.message))
+        source = None
     if source is not None:
         comparison = verify_against_source(checkpoint, source, structure)
         differences += comparison.differences
