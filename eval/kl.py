@@ -94,7 +94,7 @@ def evaluate_kl(
     done = plan.finished.scores("both", len(plan.records))
     per_record = tuple(RecordKl(r.id, r.target_count, *scores) for r, scores in zip(plan.records, done, strict=True))
     counts = [record.tokens for record in per_record]
-    estimate = cluster_mean([record.kl_nats for record in per_record], counts)
+    estimate = cluster_mean([record.kl_nats for record in per_record], counts, positive=True)
     return KlResult(target, reference, str(data), file_sha256(data), used, estimate, sum(counts), len(counts), per_record)
 
 

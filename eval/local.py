@@ -13,6 +13,7 @@ import gc
 import io
 import json
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,11 +153,12 @@ def _load(checkpoint: LocalCheckpoint, device: torch.device, dtype: torch.dtype)
     if model_class is None:
         raise UsageError(f"{checkpoint.name} is a {checkpoint.architecture}, which transformers {transformers.__version__} does not know",
                          "give a checkpoint of a known architecture, or the URL of an endpoint that serves it")  # fmt: skip
-    arguments: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "output_loading_info": True, "device_map": {"": device}}
+    arguments: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "output_loading_info": True}
     source: str | None = str(checkpoint.directory)
     noise = io.StringIO()  # progress bars of the libraries; gemq's output module is the one that prints
     try:
-        with contextlib.redirect_stderr(noise):
+        with contextlib.redirect_stderr(noise), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             method = checkpoint.quantization.get("quant_method")
             if method == "compressed-tensors":
                 arguments["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
@@ -169,6 +171,7 @@ def _load(checkpoint: LocalCheckpoint, device: torch.device, dtype: torch.dtype)
                 del arguments["local_files_only"]
                 source = None
             model, info = model_class.from_pretrained(source, **arguments)
+            model.to(device)
     except (GemqError, MemoryError):
         raise
     except torch.OutOfMemoryError as error:

@@ -152,5 +152,5 @@ def _result(
     return PplResult(
         target=target, data=str(data), data_sha256=file_sha256(data), dtype=dtype, tokens=sum(counts), records=len(counts),
         ppl=_exp(cluster_mean(ours, counts)), reference=reference, reference_ppl=reference_ppl, ratio=ratio,
-        kl_nats=None if divergence is None else cluster_mean(divergence, counts), per_record=per_record,
+        kl_nats=None if divergence is None else cluster_mean(divergence, counts, positive=True), per_record=per_record,
     )  # fmt: skip

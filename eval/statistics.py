@@ -8,10 +8,12 @@ n_i, with y_i a record's sum (NLL, difference of two NLLs, or KL) and n_i its to
   (Wolter, Introduction to Variance Estimation, 2007, chapter 4). It is biased upwards where the linearized (delta) variance is
   biased downwards for few records (Efron & Stein, Annals of Statistics 9, 1981), which is the side on which a budget should err.
   For equal n_i both are s^2 / k.
-- Upper 95% bound, one-sided: R + se * t with the t quantile of k - 1 degrees of freedom, and, where the records are skewed to the
-  right, Hall's second-order term in addition: se * g (2 t^2 + 1) / (6 sqrt(k)), g being the skewness of the jackknife's
-  pseudo-values (Hall, The Bootstrap and Edgeworth Expansion, 1992, section 3.4; with t where he has z). Without it, a bound on a
-  mean such as KL, where few records hold most of the divergence, covers too rarely. It is never used to lower a bound.
+- Upper 95% bound, one-sided: R + se * c with c the t quantile of k - 1 degrees of freedom and, where the records are skewed to the
+  right, Hall's second-order term in addition: g (2 t^2 + 1) / (6 sqrt(k)), g being the skewness of the jackknife's pseudo-values (Hall,
+  The Bootstrap and Edgeworth Expansion, 1992, section 3.4; with t where he has z). It is never used to lower a bound. For what can't be
+  negative (KL) the bound is taken on the logarithm, R exp(c se / R), by the delta method.
+- What they cover, simulated (4,000 trials a case, tests/eval/test_statistics.py): paired log-ratios 0.947 to 0.950 for 4 to 128 records; a KL that
+  is log-normal between records with sigma 0.5: 0.92 for 8, 0.93 for 16, 0.94 for 40 and 128 (plain t: 0.87, 0.89, 0.91, 0.93).
 - PPL = exp(R), its standard error PPL * se (delta method); a ratio of two PPLs on the same records is exp of the mean of paired
   differences.
 """
@@ -38,8 +40,11 @@ class Estimate:
     upper_95: float | None
 
 
-def cluster_mean(sums: Sequence[float], counts: Sequence[int]) -> Estimate:
-    """The mean per token of `sums` (one a record) over `counts` tokens, with cluster-jackknife error and upper bound."""
+def cluster_mean(sums: Sequence[float], counts: Sequence[int], *, positive: bool = False) -> Estimate:
+    """The mean per token of `sums` (one a record) over `counts` tokens, with cluster-jackknife error and upper bound.
+
+    `positive` says that a sum can't be negative but by rounding, and takes the bound on the logarithm.
+    """
     y, n = np.asarray(sums, dtype=np.float64), np.asarray(counts, dtype=np.float64)
     if len(y) != len(n) or not len(y) or (n <= 0).any():
         raise ValueError("one sum and one positive token count a record are needed")
@@ -52,7 +57,8 @@ def cluster_mean(sums: Sequence[float], counts: Sequence[int]) -> Estimate:
     quantile = t_quantile(records - 1)
     pseudo = (records - 1) * (value - left_out)
     correction = max(_skewness(pseudo), 0.0) * (2 * quantile**2 + 1) / (6 * math.sqrt(records))
-    return Estimate(value, error, value + error * (quantile + correction))
+    reach = error * (quantile + correction)
+    return Estimate(value, error, value * math.exp(reach / value) if positive and value > 0 else value + reach)
 
 
 def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
