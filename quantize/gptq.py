@@ -9,6 +9,8 @@ Activation order is static: scales belong to consecutive inputs, as served; only
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from gemq.errors import IntegrityError
@@ -52,48 +54,58 @@ class Hessian:
 def inverse_factor(hessian: torch.Tensor, dampening: float, name: str) -> torch.Tensor:
     """The upper triangular U [in, in] float32 with (H + d I)^-1 = U^T U, d = `dampening` times the mean diagonal.
 
-    With J the reversal of order, J H J = L L^T gives H = R R^T for the upper R = J L J, so U = R^-1: one Cholesky factorization and one
-    triangular inverse, in float64. The damping is raised tenfold, with a warning, while the factorization fails.
+    With J the reversal of order, J H J = L L^T gives H = R R^T for the upper R = J L J, so U = R^-1 = J L^-1 J: one Cholesky factorization
+    and one triangular inverse, in float64. The damping is raised tenfold, with a warning, while the factorization fails.
     """
     diagonal = hessian.diagonal().mean().item()
-    flipped = hessian.flip(0, 1).to(torch.float64)
-    size = hessian.shape[0]
     damping = dampening
     while damping <= 1.0:
-        damped = flipped.clone()
+        damped = hessian.flip(0, 1).to(torch.float64)
         damped.diagonal().add_(damping * diagonal)
         lower, failed = torch.linalg.cholesky_ex(damped)
-        if not failed.item() and torch.isfinite(lower).all():
-            factor = lower.flip(0, 1)
-            identity = torch.eye(size, dtype=torch.float64, device=hessian.device)
-            return torch.linalg.solve_triangular(factor, identity, upper=True).to(torch.float32)
+        del damped  # matrices of this size set the walk's peak: hold two at a time
+        if not failed.item() and torch.isfinite(lower.diagonal()).all():
+            inverse = torch.eye(hessian.shape[0], dtype=torch.float64, device=hessian.device)
+            torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
+            del lower
+            return inverse.to(torch.float32).flip(0, 1)
         damping *= 10
         warn(f"{name}: the Hessian is not positive definite, damping raised to {damping:g} of its mean diagonal")
     raise IntegrityError(f"{name}: the Hessian can't be factorized even with full damping", "calibrate with more or longer samples, or use method: rtn")
 
 
-def solve(
-    weight: torch.Tensor, hessian: torch.Tensor, scheme: WeightScheme, options: Gptq, name: str = "weight"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(stored [out, in], scales [out, groups] float32) of `weight` [out, in] float32 for inputs with the second moments `hessian` [in, in].
+@dataclass(frozen=True)
+class Factorization:
+    """What GPTQ needs of a Hessian: the order of the columns, the factor U in that order, the mean square of each input."""
 
-    Inputs that never fired are rounded to nearest. Works on rows of several modules stacked, as long as they read the same input.
-    """
-    weight = weight.to(torch.float32)
+    order: torch.Tensor
+    factor: torch.Tensor
+    importance: torch.Tensor
+
+
+def factorize(hessian: torch.Tensor, options: Gptq, name: str) -> Factorization:
+    """The factorization of `hessian` [in, in]. Inputs that never fired count as average ones, so that they are rounded to nearest."""
     importance = hessian.diagonal().clone()
     dead = importance == 0
     if dead.any():
         hessian = hessian.clone()
         hessian.diagonal()[dead] = importance[~dead].mean() if (~dead).any() else 1.0
-    scales = find_scales(weight, scheme, importance)
-    size = weight.shape[1]
-    order = torch.argsort(importance, descending=True, stable=True) if options.actorder == "static" else torch.arange(size, device=weight.device)
-    factor = inverse_factor(hessian[order][:, order], options.dampening, name)
-    group_of = torch.arange(size, device=weight.device) // (size // scales.shape[1])
+    size = hessian.shape[0]
+    order = torch.argsort(importance, descending=True, stable=True) if options.actorder == "static" else torch.arange(size, device=hessian.device)
+    return Factorization(order, inverse_factor(hessian[order][:, order], options.dampening, name), importance)
+
+
+def solve(weight: torch.Tensor, factorization: Factorization, scheme: WeightScheme, block_size: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    """(stored [out, in], scales [out, groups] float32) of `weight` [out, in] float32.
+
+    Rows are independent: those of several modules may be stacked, as long as they read the same input.
+    """
+    scales = find_scales(weight, scheme, factorization.importance)
+    order = factorization.order
+    group_of = torch.arange(weight.shape[1], device=weight.device) // (weight.shape[1] // scales.shape[1])
     column_scales = scales.index_select(1, group_of[order])
-    rounded = _sweep(weight.index_select(1, order), factor, column_scales, scheme, options.block_size)
-    back = torch.argsort(order)
-    return round_to_scales(rounded.index_select(1, back), scales, scheme), scales
+    rounded = _sweep(weight.index_select(1, order), factorization.factor, column_scales, scheme, block_size)
+    return round_to_scales(rounded.index_select(1, torch.argsort(order)), scales, scheme), scales
 
 
 def _sweep(work: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, scheme: WeightScheme, block_size: int) -> torch.Tensor:

@@ -212,3 +212,20 @@ def with_head(recipe: Recipe, head: str) -> Recipe:
     weights: dict[str, Any] = {"num_bits": bits, "strategy": "channel", "observer": "mse" if bits == 4 else "minmax"}
     rule = Rule.model_validate({"match": ["lm_head"], "scheme": {"weights": weights}, "method": "rtn"})
     return recipe.model_copy(update={"rules": (rule, *rules)})
+
+
+def describe_units(plan: Plan) -> list[dict[str, Any]]:
+    """A row a unit, quantized or kept: unit, linears, scheme, method, bytes_before, bytes_after."""
+    inventory = plan.skeleton.inventory
+    rows = []
+    for unit in plan.units:
+        rows.append({
+            "unit": unit.name, "linears": len(unit.matrices), "scheme": unit.scheme.label(), "method": unit.method,
+            "bytes_before": sum(inventory[matrix.tensor].nbytes for matrix in unit.matrices),
+            "bytes_after": sum(spec.nbytes for spec in plan.written[unit.name]),
+        })  # fmt: skip
+    for matrix in plan.kept:
+        nbytes = inventory[matrix.tensor].nbytes
+        rows.append({"unit": matrix.module.removeprefix("model."), "linears": 1, "scheme": f"as it is ({inventory[matrix.tensor].dtype})",
+                     "method": "", "bytes_before": nbytes, "bytes_after": nbytes})  # fmt: skip
+    return rows

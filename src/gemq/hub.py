@@ -147,8 +147,7 @@ def _in_words(model: str, revision: str | None) -> Iterator[None]:
         raise UsageError(f"{model} is gated, and {_who(error)} has no access to its files",
                          f"accept its terms at {page} while logged in, and set HF_TOKEN to a token of that account") from None
     except errors.RepositoryNotFoundError as error:
-        raise UsageError(f"the Hub has no model {model}, or it is private and {_who(error)} has no access to it",
-                         "check the name; if it is private, set HF_TOKEN to a token that may read it") from None
+        raise _unknown(model, error) from None
     except errors.HFValidationError as error:
         raise _bad_name(model, error) from None
     except errors.HfHubHTTPError as error:
@@ -171,13 +170,25 @@ def _valid() -> str:
     return VALID
 
 
+def _has_token(error: Any) -> bool:
+    return "authorization" in error.response.request.headers
+
+
 def _who(error: Any) -> str:
-    """Whether the request that failed carried a token; never which."""
-    return "the account of your token" if "authorization" in error.response.request.headers else "a request without a token"
+    """Whose request failed; never with which token."""
+    return "the account of your token" if _has_token(error) else "a request without a token"
+
+
+def _unknown(model: str, error: Any) -> UsageError:
+    return UsageError(f"the Hub has no model {model}, or it is private and {_who(error)} has no access to it",
+                      "check the name; if it is private, set HF_TOKEN to a token that may read it")
 
 
 def _refused(model: str, error: Any) -> UsageError:
     status = error.response.status_code
+    if status == 401 and not _has_token(error):
+        # the Hub's answer for a name that it doesn't know; huggingface_hub recognizes it at https addresses only
+        return _unknown(model, error)
     if status in (401, 403):
         return UsageError(f"the Hub refused the request for {model} (HTTP {status}): {_who(error)} is not accepted",
                           "set HF_TOKEN to a valid token that may read the model, or unset it")

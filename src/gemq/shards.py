@@ -11,7 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,6 +176,12 @@ class ShardReader:
             self._read_into(info.path, info.offset + row * row_bytes, out[position])
         return out.view(DTYPES[info.dtype]).reshape(len(rows), *info.shape[1:])
 
+    def read_slice(self, name: str, first: int, count: int) -> torch.Tensor:
+        """Rows `first` to `first + count` of a matrix, in one read."""
+        info = self.info(name)
+        row_bytes = info.nbytes // max(info.shape[0], 1)
+        return self.read_bytes(info, first * row_bytes, count * row_bytes).view(DTYPES[info.dtype]).reshape(count, *info.shape[1:])
+
     def read_bytes(self, info: TensorInfo, start: int, length: int) -> torch.Tensor:
         """`length` raw bytes of a tensor from byte `start` of it, as uint8."""
         out = torch.empty(length, dtype=torch.uint8)
@@ -280,6 +286,14 @@ class ShardWriter:
         raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
         self._write_at(info.path, info.offset, memoryview(raw.numpy()).cast("B"))
 
+    def write_rows(self, name: str, first: int, rows: torch.Tensor) -> None:
+        """Put `rows` at row `first` of the tensor `name`; raises ValueError where they don't fit."""
+        info = self.tensors[name]
+        if DTYPE_NAMES.get(rows.dtype) != info.dtype or tuple(rows.shape[1:]) != info.shape[1:] or first + rows.shape[0] > info.shape[0]:
+            raise ValueError(f"{name} was planned as {info.dtype} {info.shape}, got rows {first} on of {rows.dtype} {tuple(rows.shape)}")
+        raw = rows.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+        self._write_at(info.path, info.offset + first * (info.nbytes // info.shape[0]), memoryview(raw.numpy()).cast("B"))
+
     def copy(self, reader: ShardReader, name: str, source_name: str | None = None) -> None:
         """Copy a tensor byte for byte from `reader`, in pieces."""
         info, source = self.tensors[name], reader.info(source_name or name)
@@ -296,6 +310,23 @@ class ShardWriter:
         done = 0
         while done < len(view):
             done += os.pwrite(descriptor, view[done : done + _COPY_BYTES], offset + done)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor `name` as it lies in its shard now."""
+        info = self.tensors[name]
+        raw = bytearray()
+        self.feed(name, raw.extend)
+        return torch.frombuffer(raw, dtype=DTYPES[info.dtype]).reshape(info.shape)
+
+    def feed(self, name: str, sink: Callable[[bytes], object]) -> None:
+        """Pass the bytes of `name`, as they lie in its shard now, to `sink` in pieces."""
+        info = self.tensors[name]
+        with open(info.path, "rb") as file:
+            file.seek(info.offset)
+            left = info.nbytes
+            while left and (piece := file.read(min(left, _COPY_BYTES))):
+                sink(piece)
+                left -= len(piece)
 
     def sync(self) -> None:
         """Make what was written survive a power cut."""

@@ -1,1 +1,5 @@
-"""The commands of `gemq`, one file a noun; each parses, calls and prints, and no more."""
+"""The commands, one noun a file; each file's `register(app)` adds its own. Heavy imports happen inside a command, not here."""
+
+from gemq.commands import evaluate, quantize, recipes, verify
+
+COMMANDS = (quantize.register, evaluate.register, verify.register, recipes.register)

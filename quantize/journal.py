@@ -1,0 +1,101 @@
+"""What of an interrupted quantization is finished, so that the same command goes on there.
+
+`OUT.partial/checkpoint` is the checkpoint as far as it is written, `OUT.partial/journal.json` says which parts of it count, with the SHA-256
+of their bytes. A part counts only if its bytes still have that digest: a journal that is damaged, or bytes that changed, cost work, never truth.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from gemq.atomic import write_file
+from gemq.errors import UsageError
+from gemq.output import note, warn
+from gemq.shards import ShardWriter
+
+Resume = Literal["auto", "required", "never"]
+
+
+def canonical(data: Any) -> bytes:
+    """The one JSON form of `data` that digests are taken of."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def digest_of(writer: ShardWriter, names: list[str]) -> str:
+    """SHA-256 over the bytes of `names` as they lie in the shards."""
+    state = hashlib.sha256()
+    for name in names:
+        writer.feed(name, state.update)
+    return state.hexdigest()
+
+
+@dataclass
+class Journal:
+    """The finished parts of the job whose identity is `job` (a JSON object: source, recipe, calibration, versions...)."""
+
+    path: Path
+    job: dict[str, Any]
+    parts: dict[str, str] = field(default_factory=dict)  # "copied", "before", "layer 3", "head" -> digest of its bytes
+    reports: dict[str, dict[str, Any]] = field(default_factory=dict)  # unit -> its report
+
+    def save(self) -> None:
+        """Write the journal, with a digest over itself."""
+        body = {"version": 1, "job": self.job, "parts": self.parts, "reports": self.reports}
+        write_file(self.path, json.dumps({"sha256": hashlib.sha256(canonical(body)).hexdigest(), "body": body}, indent=1) + "\n")
+
+    def finish(self, part: str, writer: ShardWriter, names: list[str]) -> None:
+        """Record that the tensors `names` are written; their bytes reach the disk before the record does."""
+        writer.sync()
+        self.parts[part] = digest_of(writer, names)
+        self.save()
+
+    def holds(self, part: str, writer: ShardWriter, names: list[str]) -> bool:
+        """Whether `part` was finished and its bytes are still what was written; says so where they aren't."""
+        if part not in self.parts:
+            return False
+        if digest_of(writer, names) == self.parts[part]:
+            return True
+        warn(f"{part} in {self.path.parent} is not what was written: it is done again")
+        del self.parts[part]
+        return False
+
+
+def open_journal(partial: Path, job: dict[str, Any], resume: Resume) -> Journal:
+    """The journal of `job` in `partial`, with what an earlier run finished; raises UsageError where `resume` forbids going on or starting."""
+    path = partial / "journal.json"
+    found = None if resume == "never" else _read(path)
+    if found is not None and found["job"] != job:
+        changed = sorted(key for key in {*found["job"], *job} if found["job"].get(key) != job.get(key))
+        raise UsageError(f"{partial} holds an unfinished quantization with another {', '.join(changed)}",
+                         "give the same options to finish it, --resume never to discard it, or another --output")
+    if found is None and resume == "required":
+        raise UsageError(f"{partial} holds no unfinished quantization", "leave out --resume required")
+    if found is None:
+        if partial.exists():
+            shutil.rmtree(partial)
+        (partial / "checkpoint").mkdir(parents=True)
+        journal = Journal(path, job)
+        journal.save()
+        return journal
+    note(f"going on with {partial}: {len(found['parts'])} finished parts")
+    (partial / "checkpoint").mkdir(exist_ok=True)
+    return Journal(path, job, found["parts"], found["reports"])
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        body = data["body"]
+        if hashlib.sha256(canonical(body)).hexdigest() != data["sha256"] or body["version"] != 1:
+            raise ValueError("its digest is not its own")
+        return dict(body)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        warn(f"{path} is damaged ({error}): starting over")
+        return None

@@ -1,0 +1,263 @@
+"""Quantize a source into a sealed checkpoint: plan, copy, walk, write, publish."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gemq
+from gemq import atomic, output
+from gemq.calibration.sets import CalibrationSet
+from gemq.errors import UsageError
+from gemq.memory import return_freed_memory
+from gemq.quantize import gptq
+from gemq.quantize.checkpoint import write_companions
+from gemq.quantize.journal import Journal, Resume, open_journal
+from gemq.quantize.packing import from_tensors, suffixes, to_tensors
+from gemq.quantize.plan import Plan, Unit, module_in_checkpoint
+from gemq.quantize.rtn import round_to_nearest
+from gemq.quantize.scales import restore
+from gemq.quantize.seal import write_seal
+from gemq.quantize.skeleton import Matrix
+from gemq.quantize.walk import Walk, Walker, require_finite
+from gemq.shards import ShardReader, ShardWriter
+from gemq.source import Source, file_hashes
+
+_ROWS_AT_ONCE = 1 << 24  # weights in float32 that a matrix outside the layers is read and written by: 64 MiB
+_REST = "outside the layers"
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that decides what the checkpoint will be, and where it goes."""
+
+    source: Source
+    plan: Plan
+    reader: ShardReader
+    calibration: CalibrationSet | None
+    output: Path
+    seed: int
+    device: str = "cpu"
+    resume: Resume = "auto"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a quantization made: the directory, its seal's digest, the manifest, and the seconds this run took."""
+
+    directory: Path
+    seal: str
+    manifest: dict[str, Any]
+    seconds: float
+
+
+def quantize(job: Job) -> Outcome:
+    """Make the checkpoint of `job`, or finish one that was interrupted.
+
+    Raises UsageError for an output that exists or can't fit, IntegrityError for a damaged source, StoppedSafely when the disk is full.
+    """
+    started = time.monotonic()
+    atomic.require_absent(job.output)
+    partial = atomic.partial_of(job.output)
+    job.output.parent.mkdir(parents=True, exist_ok=True)
+    return_freed_memory()
+    with atomic.locked(partial), atomic.disk_errors(job.output.parent):
+        run = _Run(job, partial)
+        run.copy_rest()
+        run.solve()
+        manifest = run.manifest()
+        run.finish(manifest)
+        seal = write_seal(run.directory)
+        atomic.write_point("sealed")
+        atomic.publish(run.directory, job.output)
+        shutil.rmtree(partial)
+    return Outcome(job.output, seal, manifest, time.monotonic() - started)
+
+
+def versions() -> dict[str, str]:
+    """The versions that a result depends on."""
+    packages = {name: version(name) for name in ("torch", "transformers", "compressed-tensors", "safetensors")}
+    return {"gemq": gemq.__version__, "python": platform.python_version(), **packages}
+
+
+class _Run:
+    def __init__(self, job: Job, partial: Path) -> None:
+        self.job, self.plan, self.reader = job, job.plan, job.reader
+        needs = self.plan.recipe.needs_calibration
+        if needs and job.calibration is None:
+            raise UsageError(f"recipe {self.plan.recipe.name} needs a calibration set", "give --calibration")
+        self.hashes = file_hashes(job.source.directory)
+        identity = {
+            "source": self.hashes,
+            "recipe": self.plan.recipe.model_dump(mode="json"),
+            "calibration": job.calibration.sha256 if job.calibration and needs else None,
+            "seed": job.seed,
+            "device": torch.device(job.device).type,
+            "versions": versions(),
+        }
+        self.directory = partial / "checkpoint"
+        self.writer = ShardWriter(self.directory, self.plan.specs)
+        already = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file()) if partial.exists() else 0
+        atomic.require_space(job.output.parent, int((self.writer.total_bytes - already) * 1.01))
+        self.journal: Journal = open_journal(partial, identity, job.resume)
+        self.writer.allocate()
+        atomic.write_point("allocated")
+        self._parts: dict[str, list[Unit]] = {}
+        for unit in self.plan.units:
+            self._parts.setdefault(_part_of(unit), []).append(unit)
+        self._held = {part for part in self._parts if self._holds(part)}
+
+    def _names(self, part: str) -> list[str]:
+        return [spec.name for unit in self._parts[part] for spec in self.plan.written[unit.name]]
+
+    def _holds(self, part: str) -> bool:
+        return self.journal.holds(part, self.writer, self._names(part))
+
+    def copy_rest(self) -> None:
+        """Copy, byte for byte, what is not quantized."""
+        names = [spec.name for spec in self.plan.copied]
+        if self.journal.holds("copied", self.writer, names):
+            return
+        with output.progress("copying what stays as it is", sum(spec.nbytes for spec in self.plan.copied) // 1_000_000, "MB") as advance:
+            for spec in self.plan.copied:
+                self.writer.copy(self.reader, spec.name)
+                advance(spec.nbytes // 1_000_000, spec.name)
+        atomic.write_point("copied")
+        self.journal.finish("copied", self.writer, names)
+
+    def solve(self) -> None:
+        """Solve every unit: in a walk where calibration matters, else matrix by matrix."""
+        done = sum(len(self._parts[part]) for part in self._held)
+        with output.progress("quantizing", len(self.plan.units), "units") as advance:
+            if done:
+                advance(done)
+            self._advance = advance
+            if self.plan.recipe.needs_calibration and len(self._held) < len(self._parts):
+                assert self.job.calibration is not None
+                walk = Walk(self.plan, self.reader, self.job.calibration.windows, self.job.device)
+                walk.run(Walker(self._restored, self._solve_unit, lambda index: self._finish(f"layer {index}")))
+            else:
+                for part, units in self._parts.items():
+                    if part not in self._held:
+                        for unit in units:
+                            self._solve_by_rows(unit, None)
+                        self._finish(part)
+            if _REST in self._parts:
+                self._finish(_REST)
+
+    def _finish(self, part: str) -> None:
+        if part in self._parts and part not in self._held:
+            atomic.write_point(f"solved:{part}")
+            self.journal.finish(part, self.writer, self._names(part))
+            self._held.add(part)
+
+    def _restored(self, unit: Unit) -> list[torch.Tensor] | None:
+        if _part_of(unit) not in self._held:
+            return None
+        if unit.name == "lm_head":
+            return []
+        weights = []
+        for matrix in unit.matrices:
+            module = module_in_checkpoint(self.plan.skeleton, matrix)
+            tensors = {suffix: self.writer.read(f"{module}.{suffix}") for suffix in suffixes(unit.scheme)}
+            weights.append(from_tensors(tensors, unit.scheme))
+        return weights
+
+    def _solve_unit(self, unit: Unit, weights: list[torch.Tensor], hessian: gptq.Hessian | None) -> list[torch.Tensor]:
+        if not weights:
+            self._solve_by_rows(unit, hessian)
+            return []
+        started = time.monotonic()
+        stacked, scheme = torch.cat(weights), unit.scheme.weights
+        report: dict[str, Any] = {"scheme": unit.scheme.label(), "method": unit.method}
+        if hessian is None:
+            stored, scales = round_to_nearest(stacked, scheme)
+            report["weight_error"] = _weight_error(stacked, restore(stored, scales, scheme))
+        else:
+            moments = hessian.mean(unit.name)
+            factorization = gptq.factorize(moments, self.plan.recipe.gptq, unit.name)
+            stored, scales = gptq.solve(stacked, factorization, scheme, self.plan.recipe.gptq.block_size)
+            report["output_error"] = gptq.output_error(stacked, stored, scales, scheme, moments)
+        sizes = [matrix.out_features for matrix in unit.matrices]
+        for matrix, part, part_scales in zip(unit.matrices, stored.split(sizes), scales.split(sizes), strict=True):
+            self._write(matrix, 0, part, part_scales, unit)
+        atomic.write_point(f"written:{unit.name}")
+        self._report(unit, report, started)
+        return list(restore(stored, scales, scheme).split(sizes))
+
+    def _solve_by_rows(self, unit: Unit, hessian: gptq.Hessian | None) -> None:
+        """Solve the matrices of `unit` in pieces of rows, read from the source: rows are independent, whatever the solver."""
+        started, scheme = time.monotonic(), unit.scheme.weights
+        device = torch.device(self.job.device)
+        factorization = None if hessian is None else gptq.factorize(hessian.mean(unit.name), self.plan.recipe.gptq, unit.name)
+        moments = None if hessian is None else hessian.mean(unit.name)
+        error = signal = 0.0
+        for matrix in unit.matrices:
+            count = max(1, _ROWS_AT_ONCE // matrix.in_features)
+            for first in range(0, matrix.out_features, count):
+                rows = self.reader.read_slice(matrix.tensor, first, min(count, matrix.out_features - first)).to(device).to(torch.float32)
+                require_finite(rows, matrix.tensor)
+                stored, scales = (round_to_nearest(rows, scheme) if factorization is None
+                                  else gptq.solve(rows, factorization, scheme, self.plan.recipe.gptq.block_size))
+                difference = rows - restore(stored, scales, scheme)
+                error += (difference.square() if moments is None else (difference @ moments) * difference).sum().item()
+                signal += (rows.square() if moments is None else (rows @ moments) * rows).sum().item()
+                self._write(matrix, first, stored, scales, unit)
+        atomic.write_point(f"written:{unit.name}")
+        report = {"scheme": unit.scheme.label(), "method": unit.method}
+        self._report(unit, {**report, "weight_error" if moments is None else "output_error": error / signal if signal else 0.0}, started)
+
+    def _write(self, matrix: Matrix, first: int, stored: torch.Tensor, scales: torch.Tensor, unit: Unit) -> None:
+        module = module_in_checkpoint(self.plan.skeleton, matrix)
+        for suffix, tensor in to_tensors(stored, scales, unit.scheme, (matrix.out_features, matrix.in_features)).items():
+            if suffix == "weight_shape":
+                self.writer.write(f"{module}.{suffix}", tensor)
+            else:
+                self.writer.write_rows(f"{module}.{suffix}", first, tensor)
+
+    def _report(self, unit: Unit, report: dict[str, Any], started: float) -> None:
+        self.journal.reports[unit.name] = report
+        kind = "output_error" if "output_error" in report else "weight_error"
+        self._advance(1, f"{unit.name} {kind.replace('_', ' ')} {report[kind]:.2e} in {time.monotonic() - started:.1f} s")
+
+    def manifest(self) -> dict[str, Any]:
+        """What was done, without anything that differs between two runs that give the same bytes."""
+        before, after = self.plan.bytes_per_token()
+        calibration = self.job.calibration if self.plan.recipe.needs_calibration else None
+        return {
+            "version": 1,
+            "source": {"model": self.job.source.model, "revision": self.job.source.revision, "files": self.hashes},
+            "recipe": self.plan.recipe.name,
+            "calibration": None if calibration is None else {"sha256": calibration.sha256, **calibration.description},
+            "seed": self.job.seed,
+            "device": torch.device(self.job.device).type,
+            "versions": versions(),
+            "bytes": {"source": self.plan.source_bytes(), "checkpoint": self.plan.checkpoint_bytes(), "per_token_source": int(before),
+                      "per_token_checkpoint": int(after), "bits_per_decoder_weight": round(self.plan.bits_per_weight(), 4)},
+            "dropped_tensors": self.plan.dropped,
+            "units": {unit.name: self.journal.reports[unit.name] for unit in self.plan.units},
+        }  # fmt: skip
+
+    def finish(self, manifest: dict[str, Any]) -> None:
+        """Write what stands beside the shards."""
+        self.writer.close()
+        self.reader.close()
+        write_companions(self.plan, self.job.source.directory, self.directory, manifest)
+        index = self.writer.index_json()
+        if index is not None:
+            atomic.write_file(self.directory / "model.safetensors.index.json", index)
+
+
+def _part_of(unit: Unit) -> str:
+    return _REST if unit.layer is None else f"layer {unit.layer}"
+
+
+def _weight_error(weight: torch.Tensor, restored: torch.Tensor) -> float:
+    return ((weight - restored).square().sum() / weight.square().sum().clamp_min(1e-30)).item()

@@ -1,0 +1,258 @@
+"""The layer walk: transformers' own forward of the decoder, paused wherever a quantized linear is about to read its input.
+
+Every calibration batch runs the text model's forward in a greenlet of its own. A hook stops it at the entrance of each decoder layer and at
+each unit (the linears that read one tensor). When all batches stand at the same unit, its inputs have been seen, it is solved, its weights are
+replaced by what their stored form stands for, and all batches go on. So each layer is computed once, every unit is calibrated on the outputs
+of everything quantized before it, and masks, rotary embeddings, per-layer inputs and shared K/V are whatever transformers makes of them:
+no code here knows an architecture. One layer's weights are in memory at a time; embeddings are read row by row from the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import nn
+
+from gemq.errors import IntegrityError
+from gemq.quantize.gptq import Hessian
+from gemq.quantize.plan import Plan, Unit
+from gemq.quantize.skeleton import Skeleton
+from gemq.shards import ShardReader
+
+
+class RowEmbedding(nn.Module):
+    """Gemma's scaled embedding, its rows read from the source when they are asked for: [...] ids -> [..., dim] float32."""
+
+    def __init__(self, reader: ShardReader, tensor: str, scale: float, device: torch.device) -> None:
+        super().__init__()
+        self._reader, self._tensor, self._device = reader, tensor, device
+        self._scale = torch.tensor(scale, dtype=torch.float32, device=device)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Look `ids` up; each row is read once."""
+        unique, places = torch.unique(ids, return_inverse=True)
+        rows = self._reader.read_rows(self._tensor, unique.tolist()).to(torch.float32).to(self._device)
+        return rows[places] * self._scale
+
+
+@dataclass(frozen=True)
+class _AtLayer:
+    index: int
+
+
+@dataclass(frozen=True)
+class _AtUnit:
+    unit: Unit
+    inputs: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Done:
+    hidden: torch.Tensor
+
+
+@dataclass
+class Walker:
+    """What the walk calls back.
+
+    `restored(unit)` gives the unit's weights if an earlier run solved it (then it is only replayed), else None. `solve(unit, weights, hessian)`
+    returns the weights that the stored form stands for. `layer_done(index)` follows the last unit of a layer.
+    """
+
+    restored: Callable[[Unit], list[torch.Tensor] | None]
+    solve: Callable[[Unit, list[torch.Tensor], Hessian | None], list[torch.Tensor]]
+    layer_done: Callable[[int], None]
+    advanced: Callable[[], None] = lambda: None
+
+
+def batches_of(windows: Sequence[Sequence[int]], tokens: int = 4096) -> list[torch.Tensor]:
+    """The windows as id tensors [windows, length] of one length each and about `tokens` tokens, the longest first."""
+    by_length: dict[int, list[Sequence[int]]] = {}
+    for window in windows:
+        by_length.setdefault(len(window), []).append(window)
+    batches = []
+    for length in sorted(by_length, reverse=True):
+        count = max(1, tokens // length)
+        group = by_length[length]
+        batches += [torch.tensor(group[start : start + count]) for start in range(0, len(group), count)]
+    return batches
+
+
+class Walk:
+    """One pass of `windows` through the decoder of `plan`'s source, unit by unit."""
+
+    def __init__(self, plan: Plan, reader: ShardReader, windows: Sequence[Sequence[int]], device: str = "cpu") -> None:
+        self.plan, self.skeleton, self.reader = plan, plan.skeleton, reader
+        self.device = torch.device(device)
+        self.batches = batches_of(windows)
+        self._unit_of = plan.quantized_matrices
+        self._solved: set[str] = set()
+        self._hessians: dict[str, Hessian] = {}
+
+    @torch.no_grad()
+    def run(self, walker: Walker) -> None:
+        """Drive every batch to the end; raises whatever the callbacks raise."""
+        prepare_decoder(self.skeleton, self.reader, self.device, self._matrix_weights(walker, None))
+        hooks = self._hooks()
+        runs = [greenlet(self._forward) for _ in self.batches]
+        try:
+            events = [self._observed(run.switch(batch)) for run, batch in zip(runs, self.batches, strict=True)]
+            layer: int | None = None
+            while not isinstance(events[0], _Done):
+                event = events[0]
+                if isinstance(event, _AtLayer):
+                    self._leave(layer, walker)
+                    layer = event.index
+                    self._enter(layer, walker)
+                else:
+                    self._solve(event.unit, walker)
+                del event
+                events = self._resume(runs, events, walker)
+            self._leave(layer, walker)
+            self._solve_head(events, walker)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for run in runs:
+                if run and not run.dead:
+                    run.throw()
+
+    def _resume(self, runs: list[greenlet], events: list[Any], walker: Walker) -> list[Any]:
+        # each event is dropped before its batch goes on: the input it holds is the batch's largest tensor
+        stand = _place(events[0])
+        for position, run in enumerate(runs):
+            if _place(events[position]) != stand:
+                raise AssertionError(f"batches stand at {stand} and at {_place(events[position])}")
+            events[position] = None
+            events[position] = self._observed(run.switch())
+            walker.advanced()
+        return events
+
+    def _observed(self, event: Any) -> Any:
+        if isinstance(event, _AtUnit) and event.unit.method == "gptq":
+            hessian = self._hessians.get(event.unit.name)
+            if hessian is None:
+                hessian = self._hessians[event.unit.name] = Hessian(event.unit.in_features, self.device)
+            hessian.add(event.inputs)
+        return event
+
+    def _forward(self, ids: torch.Tensor) -> _Done:
+        output = self.skeleton.decoder(input_ids=ids.to(self.device), use_cache=False)
+        return _Done(output.last_hidden_state)
+
+    def _hooks(self) -> list[Any]:
+        def pause_at_layer(index: int) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+                getcurrent().parent.switch(_AtLayer(index))
+
+            return hook
+
+        def pause_at_unit(unit: Unit) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+                if unit.name not in self._solved:
+                    getcurrent().parent.switch(_AtUnit(unit, args[0]))
+
+            return hook
+
+        hooks = [layer.register_forward_pre_hook(pause_at_layer(index)) for index, layer in enumerate(self.skeleton.decoder.layers)]
+        for module, unit in self._unit_of.items():
+            if module != "lm_head":
+                hooks.append(self.skeleton.model.get_submodule(module).register_forward_pre_hook(pause_at_unit(unit)))
+        return hooks
+
+    def _matrix_weights(self, walker: Walker, layer: int | None) -> dict[str, torch.Tensor]:
+        """Weights of this layer's units that an earlier run solved, by module; those units are not solved again."""
+        found = {}
+        for unit in self.plan.units:
+            if unit.layer == layer and unit.name != "lm_head" and (weights := walker.restored(unit)) is not None:
+                self._solved.add(unit.name)
+                found |= {matrix.module: weight for matrix, weight in zip(unit.matrices, weights, strict=True)}
+        return found
+
+    def _enter(self, index: int, walker: Walker) -> None:
+        load_layer(self.skeleton, self.reader, index, self.device, self._matrix_weights(walker, index))
+
+    def _leave(self, index: int | None, walker: Walker) -> None:
+        if index is None:
+            return
+        unsolved = [unit.name for unit in self.plan.units if unit.layer == index and unit.name not in self._solved]
+        if unsolved:
+            raise IntegrityError(f"the forward of layer {index} never used {unsolved[0]}", "report this architecture as an issue of gemq")
+        self.skeleton.decoder.layers[index].to("meta")
+        walker.layer_done(index)
+
+    def _solve(self, unit: Unit, walker: Walker) -> None:
+        modules = [self.skeleton.model.get_submodule(matrix.module) for matrix in unit.matrices]
+        weights = walker.solve(unit, [module.weight.data for module in modules], self._hessians.pop(unit.name, None))
+        for module, weight in zip(modules, weights, strict=True):
+            module.weight.data.copy_(weight)
+        self._solved.add(unit.name)
+
+    def _solve_head(self, events: list[_Done], walker: Walker) -> None:
+        unit = self._unit_of.get("lm_head")
+        if unit is None or walker.restored(unit) is not None:
+            return
+        hessian = None
+        if unit.method == "gptq":
+            hessian = Hessian(unit.in_features, self.device)
+            for event in events:
+                hessian.add(event.hidden)
+        walker.solve(unit, [], hessian)
+
+
+def _place(event: Any) -> object:
+    return event.unit.name if isinstance(event, _AtUnit) else event.index if isinstance(event, _AtLayer) else "the end"
+
+
+def finite_float32(reader: ShardReader, tensor: str, device: torch.device) -> torch.Tensor:
+    """A tensor of the source as float32; raises IntegrityError if it holds a NaN or an infinity."""
+    value = reader.read(tensor).to(device).to(torch.float32)
+    require_finite(value, tensor)
+    return value
+
+
+def require_finite(value: torch.Tensor, tensor: str) -> None:
+    """Raise IntegrityError if `value`, read from `tensor`, holds a NaN or an infinity."""
+    if not torch.isfinite(value).all():
+        bad = int((~torch.isfinite(value)).sum())
+        raise IntegrityError(f"{tensor} holds {bad} of {value.numel()} values that are NaN or infinite", "the source is damaged: fetch it again")
+
+
+def load_layer(skeleton: Skeleton, reader: ShardReader, index: int, device: torch.device, replaced: dict[str, torch.Tensor] | None = None) -> None:
+    """Give layer `index` its weights, in float32; `replaced` maps modules to weights that stand for the source's."""
+    replaced = replaced or {}
+    state = {}
+    for name, tensor in skeleton.layer_tensors(index).items():
+        weight = replaced.get(f"model.layers.{index}.{name.removesuffix('.weight')}")
+        state[name] = finite_float32(reader, tensor, device) if weight is None else weight.to(device)
+    _assign(skeleton.decoder.layers[index], state)
+
+
+def prepare_decoder(skeleton: Skeleton, reader: ShardReader, device: torch.device, replaced: dict[str, torch.Tensor] | None = None) -> None:
+    """Give the decoder everything outside its layers: embeddings that read from the source, norms, rotary tables, the PLE projection."""
+    decoder, replaced = skeleton.decoder, replaced or {}
+    for name, child in list(decoder.named_children()):
+        if name == "layers":
+            continue
+        if isinstance(child, nn.Embedding):
+            setattr(decoder, name, RowEmbedding(reader, skeleton.source_name(f"model.{name}.weight"), child.scalar_embed_scale, device))
+        elif not list(child.state_dict()):
+            # its buffers are computed, not stored: build it again where they can be
+            setattr(decoder, name, type(child)(skeleton.text).to(device))
+        else:
+            state = {}
+            for key in child.state_dict():
+                weight = replaced.get(f"model.{name}") if key == "weight" else None
+                state[key] = finite_float32(reader, skeleton.source_name(f"model.{name}.{key}"), device) if weight is None else weight.to(device)
+            _assign(child, state)
+
+
+def _assign(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    module.load_state_dict(state, assign=True)
+    left = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
+    if left:
+        raise AssertionError(f"{type(module).__name__}.{left[0]} has no value: it is neither stored nor computed")

@@ -1,0 +1,5 @@
+"""`python -m gemq`."""
+
+from gemq.cli import main
+
+main()

@@ -1,0 +1,160 @@
+"""`gemq quantize`: the main job."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gemq import output
+from gemq.errors import UsageError
+
+if TYPE_CHECKING:
+    from gemq.eval.ppl import PplResult
+    from gemq.quantize.plan import Plan
+    from gemq.quantize.run import Outcome
+    from gemq.source import Source
+
+DEFAULT_MODEL = "google/gemma-4-E4B-it"
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="A directory, a Hub id, or the demo model gemma-3-270m.")] = DEFAULT_MODEL,
+    recipe: Annotated[str, typer.Option(help="A built-in recipe (`gemq recipes ls`) or a YAML file.")] = "w4a16",
+    output_directory: Annotated[Path | None, typer.Option("--output", "-o", help="The checkpoint's directory; it must not exist. "
+                                                          "Default: MODEL-RECIPE here.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    calibration: Annotated[str, typer.Option(help="self (the model's own samples), a .txt or .jsonl file, or a Hub data set.")] = "self",
+    samples: Annotated[int, typer.Option(min=1, help="Calibration windows.")] = 128,
+    length: Annotated[int, typer.Option(min=2, help="Tokens a window, BOS included.")] = 512,
+    split: Annotated[str, typer.Option(help="The data set's split.")] = "train",
+    column: Annotated[str | None, typer.Option(help="The data set's column.")] = None,
+    pack: Annotated[bool, typer.Option("--pack", help="Let windows run over the ends of documents.")] = False,
+    lm_head: Annotated[str | None, typer.Option(help="Quantize an untied head too: int4, int8, or keep.")] = None,
+    eval_data: Annotated[str, typer.Option(help="Where to measure perplexity afterwards: self (fresh samples of the source), "
+                                           "a .txt or .jsonl, or none.")] = "self",
+    eval_records: Annotated[int, typer.Option(min=1, help="Records or windows to measure on.")] = 16,
+    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
+    device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda or cuda:N.")] = "auto",
+    resume: Annotated[str, typer.Option(help="auto, required or never: what to do with an unfinished run.")] = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; a config.json is enough.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
+) -> None:
+    """Quantize MODEL's text decoder with a recipe into a sealed checkpoint, and measure it beside its source."""
+    output.mode.json = json_output
+    if resume not in ("auto", "required", "never"):
+        raise UsageError(f"--resume is {resume!r}", "give auto, required or never")
+
+    from gemq import atomic
+    from gemq.quantize.plan import make_plan, with_head
+    from gemq.recipes.model import load_recipe
+
+    used = load_recipe(recipe)
+    target = output_directory or Path(f"{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(model).name) or 'model'}-{used.name}")
+    if not dry_run:
+        atomic.require_absent(target)
+    if lm_head is not None:
+        used = with_head(used, lm_head)
+    measure_on = _measuring_data(eval_data)
+
+    from gemq.devices import choose
+    from gemq.quantize.skeleton import load_skeleton
+    from gemq.source import resolve
+
+    chosen = choose(device)
+    source = resolve(model, revision)
+    skeleton, reader = load_skeleton(source.directory)
+    plan = make_plan(skeleton, used)
+    if dry_run:
+        _show_plan(plan, samples * length, chosen)
+        return
+    if reader is None:
+        raise UsageError(f"{source.directory} has a config.json and no weights", "fetch the weights too; --dry-run works without them")
+
+    from gemq.calibration.sets import load_calibration
+    from gemq.quantize.run import Job
+    from gemq.quantize.run import quantize as make_checkpoint
+
+    windows = None
+    if used.needs_calibration:
+        windows = load_calibration(calibration, model_dir=source.directory, samples=samples, length=length, seed=seed, split=split,
+                                   column=column, pack=pack, device=chosen)
+    outcome = make_checkpoint(Job(source, plan, reader, windows, target, seed, chosen, resume))  # type: ignore[arg-type]
+    measured = None if measure_on is None else _measure(outcome, source, measure_on, eval_records, length, seed, chosen)
+    _show_outcome(outcome, plan, measured)
+
+
+def _measuring_data(eval_data: str) -> str | None:
+    """None, "self", or a file that is there: found out before hours are spent."""
+    if eval_data in ("none", "self"):
+        return None if eval_data == "none" else eval_data
+    if not Path(eval_data).is_file():
+        raise UsageError(f"--eval-data {eval_data} is no file", "give self, none, or a .txt or .jsonl file")
+    return eval_data
+
+
+def _measure(outcome: Outcome, source: Source, data: str, records: int, length: int, seed: int, device: str) -> PplResult:
+    import tempfile
+
+    from gemq.eval.ppl import evaluate_ppl
+
+    if data != "self":
+        return evaluate_ppl(str(outcome.directory), Path(data), reference=str(source.directory), records=records, device=device, with_kl=True)
+
+    from gemq.calibration.sets import load_calibration
+    from gemq.eval.records import write_records
+
+    # another seed than the calibration's, so that nothing is judged on what it was fitted to
+    fresh = load_calibration("self", model_dir=source.directory, samples=records, length=length, seed=seed + 1, device=device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "self.jsonl"
+        write_records(path, fresh.windows)
+        return evaluate_ppl(str(outcome.directory), path, reference=str(source.directory), device=device, with_kl=True)
+
+
+def _show_plan(plan: Plan, tokens: int, device: str) -> None:
+    from gemq.quantize.estimate import estimate
+    from gemq.quantize.plan import describe_units
+
+    rows = describe_units(plan)
+    before, after = plan.bytes_per_token()
+    expected = estimate(plan, tokens, device)
+    architecture = plan.skeleton.architecture.name
+    output.table(f"{architecture} with {plan.recipe.name}: {plan.recipe.summary}", ("unit", "linears", "scheme", "solver", "before", "after"),
+                 [(row["unit"], row["linears"], row["scheme"], row["method"], output.human_bytes(row["bytes_before"]),
+                   output.human_bytes(row["bytes_after"])) for row in rows])
+    linears = sum(matrix.module != "lm_head" for matrix in plan.skeleton.matrices)
+    quantized = sum(module != "lm_head" for module in plan.quantized_matrices)
+    size, made = plan.source_bytes(), plan.checkpoint_bytes()
+    output.result(
+        {"architecture": architecture, "recipe": plan.recipe.model_dump(mode="json"), "decoder_linears": linears, "quantized_linears": quantized,
+         "units": rows, "bytes": {"source": size, "checkpoint": made, "per_token_source": before, "per_token_checkpoint": after},
+         "bits_per_decoder_weight": plan.bits_per_weight(), "expected": expected.to_json()},
+        "\n".join((
+            f"decoder linears  {quantized} of {linears} quantized, {plan.bits_per_weight():.2f} bits a weight",
+            f"checkpoint       {output.human_bytes(size)} -> {output.human_bytes(made)} on disk",
+            f"a decoded token  reads {output.human_bytes(before)} -> {output.human_bytes(after)} of linears and head",
+            f"this machine     about {output.human_bytes(expected.memory_bytes)} of memory, {output.human_seconds(expected.seconds)} "
+            f"for {tokens} calibration tokens on {device}",
+        )),
+    )  # fmt: skip
+
+
+def _show_outcome(outcome: Outcome, plan: Plan, measured: PplResult | None) -> None:
+    sizes = outcome.manifest["bytes"]
+    data: dict[str, Any] = {"checkpoint": str(outcome.directory), "seal": outcome.seal, "seconds": round(outcome.seconds, 1), "bytes": sizes,
+                            "perplexity": None if measured is None else measured.to_json()}
+    lines = [f"{outcome.directory}: {output.human_bytes(sizes['source'])} -> {output.human_bytes(sizes['checkpoint'])}, "
+             f"{sizes['bits_per_decoder_weight']:.2f} bits a decoder weight, quantized in {output.human_seconds(outcome.seconds)}",
+             f"seal sha256:{outcome.seal}"]
+    if measured is not None:
+        output.table(f"on {measured.tokens} tokens of {Path(measured.data).name}", ("", "value", "std. error", "95% upper bound", "tokens", "records"),
+                     measured.rows())
+    output.result(data, "\n".join(lines))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file to `app`."""
+    app.command()(quantize)

@@ -1,0 +1,29 @@
+"""How this process holds and gives back memory."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import sys
+
+_M_MMAP_THRESHOLD = -3
+_MMAP_THRESHOLD_BYTES = 1 << 20
+
+
+def return_freed_memory() -> None:
+    """Let glibc give every freed tensor of a megabyte or more back at once.
+
+    By default its threshold rises to 32 MiB with the first such tensor that is freed, and the heap then keeps what a walk no longer needs:
+    about 400 MB on Gemma 3 270M. A libc without these calls is left as it is.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def peak_resident_bytes() -> int:
+    """The largest resident memory that this process has had."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
