@@ -6,6 +6,7 @@ libraries can quote a request's headers, and so a token.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,10 +68,13 @@ def _cached(model: str, revision: str | None) -> Path | None:
 def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
-    info = HfApi().model_info(model, revision=revision, timeout=_TIMEOUT_S, files_metadata=True)
+    try:
+        info = HfApi().model_info(model, revision=revision, timeout=_TIMEOUT_S, files_metadata=True)
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        raise _no_hub(model) from None
     commit = info.sha or ""
     if not _COMMIT.fullmatch(commit):
-        raise UsageError(f"{endpoint()} gave no commit for {model}", "check HF_ENDPOINT: it must be a Hugging Face Hub")
+        raise _no_hub(model)
     size = _check_files(model, info)
     output.note(f"fetching {model} at {commit[:12]} ({output.human_bytes(size)}, less what is in the Hub's cache)")
 
@@ -82,6 +86,11 @@ def _download(model: str, revision: str | None) -> Path:
     # by its name first, so that the cache knows the branch or tag when it is offline; by the commit if the branch moved in between
     directory = snapshot(revision)
     return directory if directory.name == commit else snapshot(commit)
+
+
+def _no_hub(model: str) -> UsageError:
+    return UsageError(f"{endpoint()} doesn't answer as a Hugging Face Hub does when asked for {model}",
+                      "check HF_ENDPOINT, and whether the network wants you to log in first")
 
 
 def _check_files(model: str, info: ModelInfo) -> int:
