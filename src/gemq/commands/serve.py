@@ -15,9 +15,8 @@ from gemq.errors import Interrupted, UsageError
 from gemq.serve.serve import PROFILES
 
 
-
 def serve(
-    path: Annotated[Path, typer.Argument(metavar="CHECKPOINT_OR_SUBMISSION", help="What gemq quantize or gemq package wrote.")],
+    path: Annotated[Path, typer.Argument(metavar="CHECKPOINT_OR_SUBMISSION", help="What quantize or package wrote.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     profile: Annotated[str | None, typer.Option(help=f"What vLLM is set for: {', '.join(PROFILES)} (a manifest's, else the first).")] = None,
