@@ -1,0 +1,181 @@
+"""From documents to token windows: the tokenizer of a checkpoint, its limits, and the cut.
+
+A *document* is a sequence of token ids. A *window* is BOS and the ids that follow it, at most `length` in all. Gemma's perplexity without
+BOS is meaningless, and so are statistics gathered without it: every window starts with exactly one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gemq.errors import UsageError
+
+SHORTEST_WINDOW = 16  # tokens with BOS; what a tail below that says about activations is mostly about BOS
+_CHAT_PARTS = "a string, or a list of {'type': 'text', 'text': …}"
+
+
+@dataclass(frozen=True)
+class TokenLimits:
+    """What a checkpoint's config says about token ids. `bos` is None where the model has none (Qwen3's tokenizer)."""
+
+    vocab_size: int
+    max_length: int | None
+    bos: int | None
+    eos: int | None
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """The checkpoint's config.json; raises UsageError where it is missing or no JSON object."""
+    path = model_dir / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{model_dir} has no config.json", "point to a checkpoint directory in the transformers format") from None
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{path} can't be read ({error})", "fetch or copy that file again") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{path} is no JSON object", "fetch or copy that file again")
+    return config
+
+
+def read_limits(model_dir: Path, tokenizer: Any | None = None) -> TokenLimits:
+    """Vocabulary size, longest sequence, BOS and EOS of a checkpoint.
+
+    A multimodal config keeps them in `text_config`. A tokenizer knows better than the config whether texts start with BOS: where it is
+    given, its BOS and EOS count. Raises UsageError if there is no vocabulary size.
+    """
+    config = read_config(model_dir)
+    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
+    merged = {**config, **{key: value for key, value in text.items() if value is not None}}
+    size = merged.get("vocab_size")
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise UsageError(f"{model_dir / 'config.json'} has vocab_size {size!r}, a positive number is needed",
+                         "fetch or copy that file again")
+    longest = merged.get("max_position_embeddings")
+    if tokenizer is not None:
+        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    else:
+        bos, eos = _first_id(merged.get("bos_token_id")), _first_id(merged.get("eos_token_id"))
+    return TokenLimits(size, longest if isinstance(longest, int) else None, bos, eos)
+
+
+def _first_id(value: object) -> int | None:
+    if isinstance(value, list) and value:
+        value = value[0]
+    return value if isinstance(value, int) else None
+
+
+def load_tokenizer(model_dir: Path) -> Any:
+    """The checkpoint's own tokenizer, read from its directory only; raises UsageError if it can't be."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+    except Exception as error:  # transformers raises anything from OSError to a Rust panic's Exception here
+        raise UsageError(f"{model_dir} has no tokenizer that can be read ({short(error)})",
+                         "add the model's tokenizer files, or give calibration data as token ids") from error
+
+
+def encode_text(tokenizer: Any, text: str, where: str) -> list[int]:
+    """The ids of `text` without added special tokens; `where` names the text in errors."""
+    try:
+        # verbose=False: the tokenizer would warn that a whole file is longer than the model's context
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    except Exception as error:
+        raise UsageError(f"{where}: the text can't be tokenized ({short(error)})", "is it valid Unicode?") from error
+
+
+def encode_messages(tokenizer: Any, messages: object, where: str) -> list[int]:
+    """The ids of a chat in the model's own template. BOS is in them if the template writes it; `cut_windows` makes that one.
+
+    `messages`: [{"role": str, "content": str or [{"type": "text", "text": str}]}]. Raises UsageError without a template, on another shape,
+    and where the template itself refuses (roles that don't alternate, say).
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError(f"{where} holds chat messages, and the model's tokenizer has no chat template (is it a base model?)",
+                         "use {\"text\": …} rows, or an instruction-tuned model")
+    if not isinstance(messages, list) or not messages:
+        raise UsageError(f"{where}: messages must be a list of at least one message", "write [{\"role\": …, \"content\": …}, …]")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise UsageError(f"{where}: a message must have a role and content, got {short(message)}",
+                             "write {\"role\": …, \"content\": …}")
+        content = message["content"]
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        for part in parts:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise UsageError(f"{where}: content must be {_CHAT_PARTS}, got {short(part)}",
+                                 "images and audio aren't calibration data yet")
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+    except Exception as error:  # jinja's, and whatever a template's raise_exception raises
+        raise UsageError(f"{where}: the model's chat template refuses these messages ({short(error)})",
+                         "check the roles and their order") from error
+    return encode_text(tokenizer, text, where)
+
+
+def check_ids(ids: object, limits: TokenLimits, where: str) -> list[int]:
+    """`ids`, when it is a list of ids within the vocabulary; raises UsageError naming `where` and the first bad one."""
+    if not isinstance(ids, list):
+        raise UsageError(f"{where}: token ids must be a list of whole numbers, got {short(ids)}", "write [2, 818, …]")
+    for position, value in enumerate(ids):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise UsageError(f"{where}: token {position} is {short(value)}, a whole number is needed", "write [2, 818, …]")
+        if not 0 <= value < limits.vocab_size:
+            raise UsageError(f"{where}: token {position} has id {value}, the model's vocabulary has ids 0 to {limits.vocab_size - 1}",
+                             "was this data tokenized for another model?")
+    return ids
+
+
+def cut_windows(documents: Iterable[Sequence[int]], length: int, *, bos: int | None, eos: int | None = None,
+                pack: bool = False) -> Iterator[tuple[int, ...]]:
+    """Windows of at most `length` tokens, each BOS and then consecutive ids of one document.
+
+    documents: token ids, with or without BOS. A BOS inside a document starts a new one, so that no window has two.
+    A document longer than `length - 1` gives several windows; a last window shorter than SHORTEST_WINDOW (and than `length`) is dropped,
+    any other keeps its own length. With `pack`, all documents become one stream in which EOS follows each of them (unless it ends so
+    already, or the model has no EOS), and windows straddle them. Lazy: takes no more documents than the windows asked for need.
+    """
+    head = () if bos is None else (bos,)
+    room = length - len(head)
+    if room < 1:
+        raise UsageError(f"a calibration length of {length} leaves no room beside BOS", "use --length 16 or more")
+    shortest = min(SHORTEST_WINDOW, length)
+    rest: list[int] = []
+    for document in _split_at(documents, bos):
+        rest += document
+        if pack and eos is not None and document and document[-1] != eos:
+            rest.append(eos)
+        start = 0
+        while len(rest) - start >= room:
+            yield (*head, *rest[start : start + room])
+            start += room
+        rest = rest[start:]
+        if not pack:
+            if len(rest) + len(head) >= shortest and rest:
+                yield (*head, *rest)
+            rest = []
+    if len(rest) + len(head) >= shortest and rest:
+        yield (*head, *rest)
+
+
+def _split_at(documents: Iterable[Sequence[int]], bos: int | None) -> Iterator[list[int]]:
+    for document in documents:
+        piece: list[int] = []
+        for token in document:
+            if token == bos:
+                yield piece
+                piece = []
+            else:
+                piece.append(token)
+        yield piece
+
+
+def short(thing: object) -> str:
+    """One line about a value or an exception, cut at 200 characters."""
+    text = " ".join((str(thing) if isinstance(thing, Exception) else repr(thing)).split())
+    return text if len(text) <= 200 else text[:197] + "…"
