@@ -1,161 +1,218 @@
-"""A small Hub on 127.0.0.1 that refuses what the real one refuses, with its status codes and `X-Error-Code` headers.
-
-Written from huggingface_hub's own reading of the answers (`hf_raise_for_status`, `model_info`, `list_repo_tree`, `get_hf_file_metadata`).
-Anything that it does not know is HTTP 500 and is kept in `unexpected`, so that a test notices.
-"""
+"""A Hub for one test on this machine: what `gemq push` calls, with checked hashes, cut connections and refused tokens."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import re
+import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
-from urllib.parse import unquote, urlsplit
+from typing import Any
+
+WRITER, READER = "hf_writerWRITERwriter", "hf_readerREADERreader"
+Files = dict[str, tuple[str, bytes]]  # path -> ("lfs" or "regular", content)
 
 
 @dataclass
 class Repository:
-    """Files by commit, the commits that branches and tags point to, and who may read: `public`, `gated` (files only), or `private`."""
+    private: bool
+    commits: dict[str, Files] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
 
-    commits: dict[str, dict[str, bytes]]
-    branches: dict[str, str]
-    tags: dict[str, str] = field(default_factory=dict)
-    access: str = "public"
+    def commit(self, branch: str, files: Files) -> str:
+        listed = sorted((path, hashlib.sha256(content).hexdigest()) for path, (_, content) in files.items())
+        oid = hashlib.sha1(json.dumps([len(self.commits), listed]).encode()).hexdigest()
+        self.commits[oid] = files
+        self.branches[branch] = oid
+        return oid
 
-    def commit(self, revision: str) -> str | None:
-        named = self.branches.get(revision) or self.tags.get(revision)
-        begun = [commit for commit in self.commits if len(revision) >= 7 and commit.startswith(revision)]
-        return named or (begun[0] if len(begun) == 1 else None)
+    def files(self, revision: str) -> Files:
+        return self.commits[self.branches.get(revision, revision)]
 
 
-@dataclass
-class StandInHub:
-    """Repositories by name, tokens that are valid and those that may read gated and private ones, and what was asked of it."""
+class HubStandIn:
+    """`cut_uploads`: so many uploads lose their connection half-way; `cut_after`: so do all after that many; `fail_with`: (part of a path,
+    status, message) of POSTs that are refused; `spoil`: what a commit stores instead of what it was given."""
 
-    repositories: dict[str, Repository]
-    valid_tokens: set[str] = field(default_factory=set)
-    trusted_tokens: set[str] = field(default_factory=set)
-    url: str = ""
-    requests: list[tuple[str, str]] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    failing_with: int | None = None
-    portal: bool = False  # answers every request with a page, as a network does that wants a log-in
-    cut_file: str | None = None  # its body ends early
+    def __init__(self) -> None:
+        self.repositories: dict[str, Repository] = {}
+        self.objects: dict[str, bytes] = {}
+        self.uploads: list[str] = []
+        self.requests: list[str] = []
+        self.cut_uploads = 0
+        self.cut_after: int | None = None
+        self.fail_with: tuple[str, int, str] | None = None
+        self.spoil: Any = None
+        stand_in = self
 
-    def fetched(self) -> set[str]:
-        """The names of the files whose content was asked for."""
-        return {path.split("/resolve/")[1].split("/", 1)[1] for method, path in self.requests if method == "GET" and "/resolve/" in path}
+        class Bound(_Handler):
+            hub = stand_in
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Bound)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    hub: ClassVar[StandInHub]
+    hub: HubStandIn
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, *_: object) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self._answer_request()
-
-    def do_GET(self) -> None:
-        self._answer_request()
-
-    def _answer_request(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        self.hub.requests.append((self.command, path))
-        authorization = self.headers.get("authorization")
-        token = authorization.removeprefix("Bearer ") if authorization else None
-        if self.hub.portal:
-            return self._send(200, b"<html>log in</html>", {"Content-Type": "text/html"})
-        if self.hub.failing_with:
-            return self._refuse(self.hub.failing_with, None, "Internal Error")
-        if token is not None and token not in self.hub.valid_tokens:
-            return self._refuse(401, None, "Invalid credentials in Authorization header")
-        parts = path.strip("/").split("/")
-        api = parts[:2] == ["api", "models"]
-        if api:
-            parts = parts[2:]
-        if len(parts) < 2:
-            return self._unknown(path)
-        name, rest = "/".join(parts[:2]), parts[2:]
-        repository = self.hub.repositories.get(name)
-        if repository is None or (repository.access == "private" and token not in self.hub.trusted_tokens):
-            if token is None:
-                return self._refuse(401, None, "Invalid username or password.")
-            return self._refuse(404, "RepoNotFound", "Repository not found")
-        if api:
-            return self._api(name, repository, rest, path)
-        if len(rest) >= 3 and rest[0] == "resolve":
-            return self._file(name, repository, token, rest[1], "/".join(rest[2:]))
-        return self._unknown(path)
-
-    def _api(self, name: str, repository: Repository, rest: list[str], path: str) -> None:
-        if rest == ["refs"]:
-            refs = {kind: [{"name": ref, "ref": f"refs/{prefix}/{ref}", "targetCommit": commit} for ref, commit in known.items()]
-                    for kind, prefix, known in (("branches", "heads", repository.branches), ("tags", "tags", repository.tags))}
-            return self._json({**refs, "converts": []})
-        verb, revision = (rest[0], "/".join(rest[1:])) if rest else ("revision", "main")
-        if verb not in ("revision", "tree"):
-            return self._unknown(path)
-        commit = repository.commit(revision)
-        if commit is None:
-            return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        files = repository.commits[commit]
-        if verb == "tree":
-            return self._json([{"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                               for file, data in files.items()])
-        gated = "manual" if repository.access == "gated" else False
-        return self._json({"_id": "0", "id": name, "modelId": name, "sha": commit, "private": False, "gated": gated, "tags": [],
-                           "siblings": [{"rfilename": file, "size": len(data)} for file, data in files.items()]})
-
-    def _file(self, name: str, repository: Repository, token: str | None, revision: str, file: str) -> None:
-        if repository.access == "gated" and token not in self.hub.trusted_tokens:
-            return self._refuse(401 if token is None else 403, "GatedRepo", f"Access to model {name} is restricted.")
-        commit = repository.commit(revision)
-        if commit is None:
-            return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        data = repository.commits[commit].get(file)
-        if data is None:
-            return self._refuse(404, "EntryNotFound", "Entry not found")
-        etag = f'"{hashlib.sha256(data).hexdigest()}"'
-        self._send(200, data, {"ETag": etag, "X-Repo-Commit": commit}, cut=self.command == "GET" and file == self.hub.cut_file)
-
-    def _json(self, content: object) -> None:
-        self._send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
-
-    def _refuse(self, status: int, code: str | None, message: str) -> None:
-        headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
-        self._send(status, json.dumps({"error": message}).encode(), headers)
-
-    def _unknown(self, path: str) -> None:
-        self.hub.unexpected.append(f"{self.command} {path}")
-        self._send(500, b"{}", {})
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str], cut: bool = False) -> None:
+    def answer(self, status: int, document: object, **headers: str) -> None:
+        raw = json.dumps(document).encode()
         self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(raw)))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body[: len(body) // 2] if cut else body)
-        if cut:
-            self.close_connection = True
+            self.wfile.write(raw)
+
+    def refuse(self, status: int, why: str, code: str = "") -> None:
+        self.answer(status, {"error": why}, **({"X_Error_Code": code} if code else {}), X_Error_Message=why)
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def cut(self) -> None:
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+    def allowed(self, *, write: bool) -> bool:
+        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        if token not in (WRITER, READER):
+            self.refuse(401, f"Invalid credentials: {token}")
+            return False
+        if write and token == READER:
+            self.refuse(403, f"Forbidden: {token} may only read")
+            return False
+        return True
+
+    def do_GET(self) -> None:
+        path, _, _ = self.path.partition("?")
+        self.hub.requests.append(f"GET {path}")
+        found = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path)
+        if not found or not self.allowed(write=False):
+            return None if found else self.refuse(404, "no such page")
+        name, what, revision = found.groups()
+        repository = self.hub.repositories.get(name)
+        if repository is None:
+            return self.refuse(404, "Repository not found", "RepoNotFound")
+        revision = revision or "main"
+        if revision not in repository.branches and revision not in repository.commits:
+            return self.refuse(404, "Revision not found", "RevisionNotFound")
+        if what == "tree":
+            return self.answer(200, [self.entry(path, *file) for path, file in sorted(repository.files(revision).items())])
+        head = repository.branches.get(revision, revision)
+        return self.answer(200, {"id": name, "modelId": name, "private": repository.private, "sha": head, "siblings": [], "tags": []})
+
+    @staticmethod
+    def entry(path: str, kind: str, content: bytes) -> dict[str, Any]:
+        if kind == "lfs":
+            digest = hashlib.sha256(content).hexdigest()
+            pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {len(content)}\n".encode()
+            lfs = {"oid": digest, "size": len(content), "pointerSize": len(pointer)}
+            return {"type": "file", "path": path, "size": len(content), "oid": blob_id(pointer), "lfs": lfs}
+        return {"type": "file", "path": path, "size": len(content), "oid": blob_id(content)}
+
+    def do_PUT(self) -> None:
+        oid, length = self.path.rpartition("/")[2], int(self.headers["Content-Length"])
+        self.hub.requests.append(f"PUT {oid}")
+        late = self.hub.cut_after is not None and len(self.hub.uploads) >= self.hub.cut_after
+        if self.hub.cut_uploads or late:
+            self.hub.cut_uploads = max(0, self.hub.cut_uploads - 1)
+            self.rfile.read(length // 2)
+            return self.cut()
+        content = self.rfile.read(length)
+        if hashlib.sha256(content).hexdigest() != oid:
+            return self.refuse(400, "the content is not what its SHA-256 says")
+        self.hub.objects[oid] = content
+        self.hub.uploads.append(oid)
+        return self.answer(200, {})
+
+    def do_POST(self) -> None:
+        path, _, _ = self.path.partition("?")
+        self.hub.requests.append(f"POST {path}")
+        raw = self.body()
+        if self.hub.fail_with and self.hub.fail_with[0] in path:
+            return self.refuse(*self.hub.fail_with[1:])
+        if not self.allowed(write=True):
+            return None
+        if path == "/api/repos/create":
+            return self.create(json.loads(raw))
+        if path.endswith(".git/info/lfs/objects/batch"):
+            return self.batch(json.loads(raw))
+        found = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit|branch)/([^/]+)", path)
+        repository = self.hub.repositories.get(found.group(1)) if found else None
+        if found is None or repository is None:
+            return self.refuse(404, "Repository not found", "RepoNotFound")
+        what, revision = found.group(2), found.group(3)
+        if what == "branch":
+            if revision in repository.branches:
+                return self.refuse(409, "exists")
+            repository.branches[revision] = repository.branches["main"]
+            return self.answer(200, {})
+        if what == "preupload":
+            return self.preupload(repository, revision, json.loads(raw))
+        return self.commit(repository, found.group(1), revision, [json.loads(line) for line in raw.splitlines()])
+
+    def create(self, wanted: dict[str, Any]) -> None:
+        name = f"{wanted.get('organization') or 'somebody'}/{wanted['name'].rpartition('/')[2]}"
+        if name in self.hub.repositories:
+            return self.answer(409, {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"})
+        self.hub.repositories[name] = Repository(bool(wanted.get("private")))
+        self.hub.repositories[name].commit("main", {".gitattributes": ("regular", b"*.safetensors filter=lfs\n")})
+        return self.answer(200, {"url": f"{self.hub.url}/{name}", "id": name, "name": name})
+
+    def preupload(self, repository: Repository, revision: str, wanted: dict[str, Any]) -> None:
+        files, listed = repository.files(revision), []
+        for file in wanted["files"]:
+            kind = "lfs" if file["path"].endswith(".safetensors") or file["size"] > 10_000_000 else "regular"
+            oid = None
+            if file["path"] in files:
+                entry = self.entry(file["path"], *files[file["path"]])
+                oid = entry["lfs"]["oid"] if "lfs" in entry else entry["oid"]
+            listed.append({"path": file["path"], "uploadMode": kind, "shouldIgnore": False, "oid": oid})
+        self.answer(200, {"files": listed})
+
+    def batch(self, wanted: dict[str, Any]) -> None:
+        objects = []
+        for item in wanted["objects"]:
+            entry = {"oid": item["oid"], "size": item["size"]}
+            if item["oid"] not in self.hub.objects:
+                entry["actions"] = {"upload": {"href": f"{self.hub.url}/objects/{item['oid']}"}}
+            objects.append(entry)
+        self.answer(200, {"transfer": "basic", "objects": objects})
+
+    def commit(self, repository: Repository, name: str, branch: str, lines: list[dict[str, Any]]) -> None:
+        header = lines[0]["value"]
+        if header.get("parentCommit") not in (None, repository.branches[branch]):
+            return self.refuse(412, "A commit has happened since")
+        files = dict(repository.files(branch))
+        for line in lines[1:]:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = ("regular", base64.b64decode(value["content"]))
+            elif line["key"] == "lfsFile":
+                if value["oid"] not in self.hub.objects:
+                    return self.refuse(400, f"no object {value['oid']}")
+                files[value["path"]] = ("lfs", self.hub.objects[value["oid"]])
+            else:
+                del files[value["path"]]
+        oid = repository.commit(branch, self.hub.spoil(files) if self.hub.spoil else files)
+        return self.answer(200, {"commitUrl": f"{self.hub.url}/{name}/commit/{oid}", "commitOid": oid, "pullRequestUrl": None})
 
 
-@contextmanager
-def serving(hub: StandInHub) -> Iterator[StandInHub]:
-    """Serve `hub` at `hub.url` until the block ends."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+def blob_id(raw: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(raw) + raw).hexdigest()

@@ -1,8 +1,8 @@
 """Upload a sealed checkpoint to the Hugging Face Hub in one commit, and hold the repository's own hashes against the seal.
 
-One commit, so that no revision ever holds half a checkpoint; large files go up before it one by one, and a file (with Xet, a chunk) that the Hub
-has already is not sent again when an interrupted push is repeated. `upload_large_folder` is not used: it commits piece by piece and writes
-its bookkeeping into the folder, which a sealed folder does not allow.
+One commit, so that no revision ever holds half a checkpoint; large files go up before it one by one, and a file (with Xet, a chunk) that
+the Hub has already is not sent again when an interrupted push is repeated. `upload_large_folder` is not used: it commits piece by piece
+and writes its bookkeeping into the folder, which a sealed folder does not allow.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def sealed_files(checkpoint: Path) -> list[SealedFile]:
     files = read_seal(checkpoint)
     executable = [file.path for file in files if file.executable]
     if executable:
-        raise UsageError(f"{executable[0]} is executable, and the Hub forgets that, so no download would verify", "push a checkpoint without it")
+        raise UsageError(f"{executable[0]} is executable, and the Hub forgets that: no download would verify", "push one without it")
     seal = SealedFile(False, SEAL_FILE, seal_digest(checkpoint), (checkpoint / SEAL_FILE).stat().st_size)
     return sorted([*files, seal], key=lambda file: file.path)
 
@@ -76,7 +76,8 @@ def push_checkpoint(checkpoint: Path, repo: str, *, private: bool = False, branc
             present = _files_of(api, repo, head)
             others = sorted(set(present) - {file.path for file in files} - HUB_FILES)
             if others and not replace:
-                raise UsageError(f"{repo} holds files that are not this checkpoint's: {', '.join(others[:_SHOWN])}{_and_more(len(others) - _SHOWN)}",
+                shown = ", ".join(others[:_SHOWN]) + _and_more(len(others) - _SHOWN)
+                raise UsageError(f"{repo} holds files that are not this checkpoint's: {shown}",
                                  "push to a new repository or --branch, or let --replace delete them (older commits keep them)")
             additions = [CommitOperationAdd(path_in_repo=file.path, path_or_fileobj=str(checkpoint / file.path)) for file in files]
             _upload(api, repo, branch, additions, files)
@@ -99,7 +100,7 @@ def _prepare(api: HfApi, repo: str, private: bool, branch: str | None) -> str:
     """Make the repository and branch where they are not there yet; the commit that the branch stands at."""
     api.create_repo(repo, private=private or None, exist_ok=True)
     if private and not api.repo_info(repo).private:
-        raise UsageError(f"{repo} exists and is public, and --private would not change that", "choose another repository, or make that one private")
+        raise UsageError(f"{repo} exists and is public, and --private would not change that", "choose another, or make that one private")
     if branch is not None and branch != "main":
         api.create_branch(repo, branch=branch, exist_ok=True)
     head = api.repo_info(repo, revision=branch).sha
@@ -125,20 +126,23 @@ def _files_of(api: HfApi, repo: str, revision: str) -> dict[str, object]:
 def repository_differences(api: HfApi, repo: str, commit: str, checkpoint: Path, files: list[SealedFile]) -> list[Difference]:
     """Where the repository's hashes, as its API states them, are not the seal's: SHA-256 of LFS objects, git's blob ids of small files."""
     present: dict = _files_of(api, repo, commit)  # type: ignore[type-arg]
-    differences = [Difference(path, "is in the repository and not in the seal") for path in sorted(set(present) - {file.path for file in files} - HUB_FILES)]
+    extra = sorted(set(present) - {file.path for file in files} - HUB_FILES)
+    differences = [Difference(path, "is in the repository and not in the seal") for path in extra]
     for file in files:
         entry = present.get(file.path)
         if entry is None:
             differences.append(Difference(file.path, "is not in the repository"))
         elif entry.lfs is not None:
             if (entry.lfs.sha256, entry.lfs.size) != (file.sha256, file.size):
-                differences.append(Difference(file.path, f"has the SHA-256 {str(entry.lfs.sha256)[:16]}… there, sealed was {file.sha256[:16]}…"))
+                there = str(entry.lfs.sha256)[:16]
+                differences.append(Difference(file.path, f"has the SHA-256 {there}… there, sealed was {file.sha256[:16]}…"))
         else:
             raw = (checkpoint / file.path).read_bytes()
             if hashlib.sha256(raw).hexdigest() != file.sha256:
                 differences.append(Difference(file.path, "changed on this disk while it was pushed"))
             elif entry.blob_id != git_blob_id(raw):
-                differences.append(Difference(file.path, f"has the git blob id {str(entry.blob_id)[:16]}… there, its bytes give {git_blob_id(raw)[:16]}…"))
+                there = str(entry.blob_id)[:16]
+                differences.append(Difference(file.path, f"has the git blob id {there}… there, its bytes give {git_blob_id(raw)[:16]}…"))
     return differences
 
 
@@ -186,11 +190,11 @@ def _refusal(repo: str, status: int, said: str, token: str) -> GemqError:
     said = said.replace(token, "…")[:200]
     reason = f" ({said})" if said else ""
     if status == 401:
-        return UsageError(f"the Hub does not accept the token{reason}", "set HF_TOKEN to a valid token that may write, or run `hf auth login`")
+        return UsageError(f"the Hub does not accept the token{reason}", "set HF_TOKEN to one that may write, or run `hf auth login`")
     if status == 403:
         return UsageError(f"the token may not write to {repo}{reason}", "use a token with write access to that repository")
     if status == 404:
-        return UsageError(f"the Hub has no {repo}, or hides it from this token{reason}", "check the name, and that the token may write there")
+        return UsageError(f"the Hub has no {repo}, or hides it from this token{reason}", "check the name and the token's rights")
     if status == 412:
         return StoppedSafely(f"somebody else committed to {repo} during the push", "look at that commit, then push again")
     if status == 429 or status >= 500:

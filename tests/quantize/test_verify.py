@@ -446,7 +446,8 @@ def test_other_tensors_may_have_one_percent_of_the_bytes(tmp_path: Path, source:
 
 @pytest.mark.parametrize(("name", "content"), [
     ("extra.py", b"import os"), ("kernels.so", b""), ("modeling_small.py", b"# other code\n"), ("drafter.gguf", b""),
-    ("pytorch_model.bin", b""), ("vocabulary.txt", b"GGUF123"), ("data.json", b"\x80\x04xyz"), ("notes", shard_bytes({"a": item(0, 4)}, bytes(4)))])  # fmt: skip
+    ("pytorch_model.bin", b""), ("vocabulary.txt", b"GGUF123"), ("data.json", b"\x80\x04xyz"),
+    ("notes", shard_bytes({"a": item(0, 4)}, bytes(4)))])  # fmt: skip
 def test_code_and_weights_beyond_the_model_are_named(tmp_path: Path, source: Path, tensors: Tensors, name: str, content: bytes) -> None:
     assert arena(tmp_path, source, tensors, extra={name: content}) == [name]
 

@@ -15,7 +15,7 @@ def push(
     checkpoint: Annotated[Path, typer.Argument(help="The directory of a sealed checkpoint.")],
     repo: Annotated[str, typer.Argument(help="The model repository, owner/name; made if it does not exist.")],
     private: Annotated[bool, typer.Option("--private", help="Make the repository private; a public one that exists is refused.")] = False,
-    branch: Annotated[str | None, typer.Option("--branch", "--revision", help="Commit to this branch (main), made if it does not exist.")] = None,
+    branch: Annotated[str | None, typer.Option("--branch", "--revision", help="Commit to this branch (main), made if it is new.")] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Delete the branch's other files in the same commit.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Verify, list what would go, and send nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
@@ -33,7 +33,8 @@ def push(
         output.result(document, f"{len(files)} files, {output.human_bytes(size)}, would go to {repo}; nothing was sent")
         return
     pushed = hub_push.push_checkpoint(checkpoint, repo, private=private, branch=branch, replace=replace)
-    output.result(asdict(pushed), f"{pushed.files} files, {output.human_bytes(pushed.bytes)}, are in {pushed.repo} and agree with the seal\n"
+    size = pushed.bytes
+    output.result(asdict(pushed), f"{pushed.files} files, {output.human_bytes(size)}, are in {pushed.repo} and agree with the seal\n"
                   f"revision {pushed.commit}\nseal {pushed.seal_digest}\n{pushed.url}")
 
 
