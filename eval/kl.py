@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gemq import output
 from gemq.errors import UsageError
 from gemq.eval.endpoint import is_url
@@ -125,9 +127,8 @@ def _hidden_states(model: LocalModel, records: list[Record], todo: list[int], ad
     return states
 
 
+@torch.inference_mode()
 def _pair_sums(model: LocalModel, head: Head, reference_hidden: Any, record: Record, reference_name: str) -> list[float]:
-    import torch
-
     hidden = model.hidden(record)
     targets = torch.tensor(record.targets, device=model.device)
     divergence: list[float] = []

@@ -73,7 +73,7 @@ def bad_line(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture(autouse=True)
-def _few_threads() -> None:
-    torch.set_num_threads(2)
+def _one_thread() -> None:
+    torch.set_num_threads(1)  # small matrices on a busy machine: two threads would wait for each other
 
 
