@@ -21,7 +21,8 @@ from torch.nn import functional
 from .gemma4 import empty_model, save_files, save_model, small_config
 from .weights import fill, write_json
 
-SEED = 4
+SEED = 4  # of the decoder's first weights and of the windows' order
+UNTRAINED_SEED = 0  # of the towers, layer scalars and redundant keys and values
 TEXT = {"intermediate_size": 512, "sliding_window": 64, "vocab_size": 1536, "vocab_size_per_layer_input": 1536}
 WINDOW = 256  # tokens of a training window, BOS included; evaluation uses the same
 BATCH = 4
@@ -130,13 +131,13 @@ def main() -> None:
     config = small_config("e4b", **TEXT)
     save_files(asked.out, config, text=raw["valid"].decode())
     model = empty_model(config)
-    fill(model, SEED, one_plus_norms=False)
+    fill(model, UNTRAINED_SEED, one_plus_norms=False)
     reset_decoder(model, SEED)
     stream = token_stream(asked.out, raw["valid"].decode())
     held_out = windows(token_stream(asked.out, raw["test"].decode()))[:HELD_OUT_ROWS]
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(stream):,} training tokens, {held_out.numel():,} held out", flush=True)
     train(model, stream, asked.steps)
-    save_model(asked.out, model, config, SEED)
+    save_model(asked.out, model, config, UNTRAINED_SEED)
     model.to(torch.bfloat16).float()  # judge what was saved
     unigram = unigram_nats_per_token(stream, held_out, config["text_config"]["vocab_size"])
     before = nats_per_token(model, held_out)

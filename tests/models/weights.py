@@ -13,8 +13,8 @@ OUTLIER_SPREAD = 0.4  # of the log-normal scale of a linear's input channels: re
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
-    # one stream a tensor: adding a tensor leaves the others as they were
-    return torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    # one stream a tensor: adding a tensor leaves the others as they were; the generator keeps only 32 bits of its seed
+    return torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ (seed * 0x9E3779B1 & 0xFFFFFFFF))
 
 
 def seeded_tensor(name: str, shape: tuple[int, ...], seed: int, *, one_plus_norms: bool) -> torch.Tensor:
