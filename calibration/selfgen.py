@@ -29,7 +29,8 @@ from gemq.shards import ShardReader
 from gemq.source import file_hashes
 
 ALGORITHM = 1  # counts up when the same seed would give other windows
-BATCH = 32  # windows at once
+BATCH = 64  # windows at once at most: matrix products of fewer rows waste a CPU, of more gain little
+CACHE_BYTES = {"cpu": 2_000_000_000, "cuda": 8_000_000_000}  # of keys and values at once; long windows make the batches smaller
 SHORTEST_SHARE = 0.25  # of the length: a sample that the model ends before that is drawn again
 DRAWS_PER_SAMPLE = 4  # how often on average, before gemq gives up on a model that ends its texts at once
 _BLOCK = 512  # tokens of the vocabulary whose probability is summed first
@@ -56,7 +57,8 @@ def generate_self_set(model_dir: Path, *, samples: int, length: int, seed: int, 
     """`samples` windows that the model in `model_dir` wrote, from the cache if they are there.
 
     A window has `length` tokens, or fewer (a quarter at least) where the model ended its text. cache_dir: by default the folder
-    `calibration` of gemq's cache. Raises UsageError for a model that keeps ending its texts too early, Interrupted on Ctrl-C (what is finished is kept).
+    `calibration` of gemq's cache. Raises UsageError for a model that keeps ending its texts too early, Interrupted on Ctrl-C (what is
+    finished is kept).
     """
     prompt = read_prompt(model_dir)
     if length <= len(prompt.prefix):
@@ -66,7 +68,8 @@ def generate_self_set(model_dir: Path, *, samples: int, length: int, seed: int, 
     shards = ShardReader(model_dir)
     hashes = file_hashes(model_dir, [path.name for path in shards.files] + ["config.json"])
     parameters = sum(info.numel for info in shards.tensors.values())
-    key = _key({"algorithm": ALGORITHM, "batch": BATCH, "files": hashes, "prompt": asdict(prompt), "samples": samples, "length": length,
+    batch = rows_at_once(read_config(model_dir), length, dtype, device_kind)
+    key = _key({"algorithm": ALGORITHM, "batch": batch, "files": hashes, "prompt": asdict(prompt), "samples": samples, "length": length,
                 "seed": seed, "device": device_kind, "dtype": dtype})
     folder = cache_dir or cache_root() / "calibration"
     with disk_errors(folder):
@@ -81,7 +84,7 @@ def generate_self_set(model_dir: Path, *, samples: int, length: int, seed: int, 
     try:
         if sum(map(len, batches)) < samples:
             model = _load_model(model_dir, device, dtype, parameters)
-            for windows in _generate(model, prompt, batches, samples=samples, length=length, seed=seed, device=device):
+            for windows in _generate(model, prompt, batches, samples=samples, length=length, seed=seed, batch=batch, device=device):
                 batches.append(windows)
                 state = {"key": key, "sha256": digest(window for batch in batches for window in batch), "batches": batches}
                 with disk_errors(partial):
@@ -159,6 +162,15 @@ def compute_dtype(device: str) -> str:
     return "bfloat16" if re.search(r"\b(avx512_bf16|amx_bf16)\b", flags) else "float32"
 
 
+def rows_at_once(config: dict[str, Any], length: int, dtype: str, device_kind: str) -> int:
+    """How many windows to generate together: BATCH, or fewer so that their keys and values fit CACHE_BYTES."""
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or 1
+    head_dim = max(text.get("head_dim") or 256, text.get("global_head_dim") or 0)
+    bytes_per_token = 2 * (text.get("num_hidden_layers") or 1) * heads * head_dim * (4 if dtype == "float32" else 2)
+    return max(1, min(BATCH, CACHE_BYTES["cpu" if device_kind == "cpu" else "cuda"] // (bytes_per_token * length)))
+
+
 def _load_model(model_dir: Path, device: str, dtype: str, parameters: int) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
@@ -173,7 +185,7 @@ def _load_model(model_dir: Path, device: str, dtype: str, parameters: int) -> An
     logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(str(model_dir), dtype=getattr(torch, dtype), local_files_only=True)
-        return model.to(device).eval()
+        model = model.to(device).eval()
     except torch.OutOfMemoryError as error:
         raise UsageError(f"the model doesn't fit into the memory of {device}", "use a calibration file, or --device cpu") from error
     except (ValueError, KeyError, OSError, RuntimeError) as error:
@@ -182,6 +194,11 @@ def _load_model(model_dir: Path, device: str, dtype: str, parameters: int) -> An
     finally:
         if shown:
             logging.enable_progress_bar()
+    if device == "cpu":
+        # the head is most of the work in a small model; weight @ hidden.T takes two thirds of the time of hidden @ weight.T here
+        head = model.get_output_embeddings()
+        head.forward = lambda hidden: (head.weight @ hidden.flatten(0, -2).T).T.reshape(*hidden.shape[:-1], -1)
+    return model
 
 
 def _available_bytes() -> int | None:
@@ -193,19 +210,20 @@ def _available_bytes() -> int | None:
 
 
 def _generate(model: Any, prompt: Prompt, done: Sequence[Sequence[Sequence[int]]], *, samples: int, length: int, seed: int,
-              device: str) -> Iterator[list[list[int]]]:
+              batch: int, device: str) -> Iterator[list[list[int]]]:
     """The windows of each batch that is still to be drawn after the batches `done`."""
     kept, number = sum(map(len, done)), len(done)
     shortest = math.ceil(length * SHORTEST_SHARE)
-    left = DRAWS_PER_SAMPLE * samples + BATCH  # of this run; an earlier one's are not counted again
+    limit = DRAWS_PER_SAMPLE * samples + batch
+    written = 0  # by this run; an earlier one's are not counted again
     with output.progress("the model writes calibration data", (samples - kept) * length, "tokens") as advance:
         while kept < samples:
-            rows = min(BATCH, samples - kept)
-            if left < rows:
-                raise UsageError(f"the model wrote {DRAWS_PER_SAMPLE * samples + BATCH - left} texts and ended most of them early: {kept} of "
-                                 f"the {samples} windows asked for have at least {shortest} tokens",
+            rows = min(batch, samples - kept)
+            if written + rows > limit:
+                raise UsageError(f"the model wrote {written} texts and ended most of them early: {kept} of the "
+                                 f"{samples} windows asked for have at least {shortest} tokens",
                                  "choose a shorter --length, or a calibration file")
-            left -= rows
+            written += rows
             texts = sample_batch(model, prompt, rows=rows, length=length, seed=batch_seed(seed, number), device=device, advance=advance)
             windows = [text for text in texts if len(text) >= shortest]
             advance(sum(map(len, windows)) - sum(map(len, texts)) + sum(length - len(text) for text in windows))
@@ -266,8 +284,8 @@ def draw_tokens(logits: Any, masked: Any, uniforms: Any) -> Any:
     """One id a row, [rows], drawn from softmax(logits) without the ids `masked`.
 
     logits: [rows, vocabulary] float32, overwritten. uniforms: [rows, 2] float64 in [0, 1). By inversion in two stages: first the block of
-    the vocabulary, then the token in it, so that only the blocks' sums and one block a row are accumulated, in float64. Raises IntegrityError
-    on logits that aren't finite.
+    the vocabulary, then the token in it, so that only the blocks' sums and one block a row are accumulated, in float64. Raises
+    IntegrityError on logits that aren't finite.
     """
     import torch
 
@@ -277,7 +295,8 @@ def draw_tokens(logits: Any, masked: Any, uniforms: Any) -> Any:
     weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_().view(rows, size // block, block)
     outer = weights.sum(-1).double().cumsum(-1)
     if not bool(torch.isfinite(outer[:, -1]).all()):
-        raise IntegrityError("the model's logits aren't finite: it can't write calibration data", "check the checkpoint: a weight may be NaN")
+        raise IntegrityError("the model's logits aren't finite: it can't write calibration data",
+                             "check the checkpoint: a weight may be NaN")
     uniforms = uniforms.to(logits.device)
     chosen = torch.searchsorted(outer, uniforms[:, :1] * outer[:, -1:], right=True).clamp_(max=size // block - 1)
     inner = weights[torch.arange(rows, device=logits.device), chosen[:, 0]].double().cumsum(-1)
