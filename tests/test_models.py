@@ -1,4 +1,4 @@
-"""The small models are what they claim: real structure, whole files, the same bytes each time, and every kind of input goes through them."""
+"""The small models are what they claim: real structure, whole files, the same bytes each time; every kind of input goes through them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_e4b_like_has_what_makes_gemma4_hard(built: Callable[[str], Path]) -> No
     saved = weights(built("e4b"))
     for layer in range(4, 8):  # the shared layers' redundant tensors are in the file, of the right shape, and not in the model
         width = 2 * (64 if layer == 7 else 32)
-        assert saved[f"{LAYER}{layer}.self_attn.k_proj.weight"].shape == saved[f"{LAYER}{layer}.self_attn.v_proj.weight"].shape == (width, 128)
+        assert all(saved[f"{LAYER}{layer}.self_attn.{leaf}.weight"].shape == (width, 128) for leaf in ("k_proj", "v_proj"))
     model, _ = load(built("e4b"))
     assert not any(f"layers.{layer}.self_attn.k_proj" in key for key in model.state_dict() for layer in range(4, 8))
     assert saved[f"{LAYER}3.self_attn.q_proj.weight"].shape == (256, 128)  # full: 4 heads of 64
@@ -171,18 +171,20 @@ def test_other_structures(built: Callable[[str], Path]) -> None:
     assert {key.split(".")[1] for key in unified} == {"language_model", "vision_embedder", "embed_vision", "embed_audio"}
 
 
-@pytest.mark.parametrize(("name", "hears"), [("e4b", True), ("e2b", True), ("unified", True), ("31b", False), ("moe", False), ("tiny", True)])
-def test_text_images_and_audio_go_through_gemma4(built: Callable[[str], Path], name: str, hears: bool) -> None:
+@pytest.mark.parametrize("name", ["e4b", "e2b", "unified", "31b", "moe", "tiny"])
+def test_text_images_and_audio_go_through_gemma4(built: Callable[[str], Path], name: str) -> None:
     folder = TINY if name == "tiny" else built(name)
     model, _ = load(folder)
     patch = 4 if name == "unified" else 16
     text = inputs.gemma4_inputs(folder, "The river froze, and the wheel stood still.")
     assert logits(model, text).isfinite().all()
-    seen = [logits(model, inputs.gemma4_inputs(folder, "Look: <|image|> What is it?", [inputs.random_image(patch, seed)])) for seed in (0, 1)]
+    pictures = [inputs.random_image(patch, seed) for seed in (0, 1)]
+    seen = [logits(model, inputs.gemma4_inputs(folder, "Look: <|image|> What is it?", [picture])) for picture in pictures]
     assert all(out.isfinite().all() for out in seen)
     assert (seen[0][-1] - seen[1][-1]).abs().max() > 1e-4
-    if hears:
-        heard = [logits(model, inputs.gemma4_inputs(folder, "Hear: <|audio|> What is it?", [], [inputs.chirp(end_hz=hz)])) for hz in (880, 3520)]
+    if name not in ("31b", "moe"):  # which have no audio tower
+        sounds = [inputs.chirp(end_hz=hz) for hz in (880, 3520)]
+        heard = [logits(model, inputs.gemma4_inputs(folder, "Hear: <|audio|> What is it?", [], [sound])) for sound in sounds]
         assert all(out.isfinite().all() for out in heard)
         assert (heard[0][-1] - heard[1][-1]).abs().max() > 1e-4
 

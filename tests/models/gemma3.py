@@ -64,7 +64,7 @@ def legacy_name(name: str) -> str:
 
 
 def build_gemma3_text(out: Path, *, seed: int = 0, max_shard_bytes: int | None = None, **overrides: Any) -> Path:
-    """Make a folder of a Gemma3ForCausalLM: 4 layers, sliding and full in turn, tied embeddings. Returns `out`, which must not exist yet."""
+    """Make a folder of a Gemma3ForCausalLM: 4 layers, sliding and full in turn, tied embeddings. Returns `out`, which must be new."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = text_config(**overrides)
@@ -82,7 +82,7 @@ def build_gemma3_text(out: Path, *, seed: int = 0, max_shard_bytes: int | None =
 def build_gemma3_multimodal(
     out: Path, *, seed: int = 0, legacy_names: bool = False, max_shard_bytes: int | None = None, **text: Any
 ) -> Path:
-    """Make a folder of a Gemma3ForConditionalGeneration with a SigLIP tower and a processor. Returns `out`, which must not exist yet.
+    """Make a folder of a Gemma3ForConditionalGeneration with a SigLIP tower and a processor. Returns `out`, which must be new.
 
     `legacy_names` gives the tensors the names of the Hub's files, `language_model.model.layers...`; otherwise transformers' own of today.
     """

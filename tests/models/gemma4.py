@@ -1,7 +1,7 @@
 """Small Gemma 4 models: the E2B and E4B pattern with three towers, the 31B and 26B-A4B pattern without audio, the encoder-free 12B.
 
-Configs are written as the Hub's files have them (`global_head_dim` beside `head_dim`, not transformers' own per-layer form), tensors under the
-Hub's names. `python -m tests.models.gemma4 KIND OUT [--seed N]` with KIND one of KINDS.
+Configs are written as the Hub's files have them (`global_head_dim` beside `head_dim`, not transformers' own per-layer form), tensors
+under the Hub's names. `python -m tests.models.gemma4 KIND OUT [--seed N]` with KIND one of KINDS.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ def small_config(kind: str = "e4b", **text: Any) -> dict[str, Any]:
 
 
 def _unified_config(text: dict[str, Any]) -> dict[str, Any]:
-    not_there = ("enable_moe_block", "hidden_size_per_layer_input", "moe_intermediate_size", "num_experts", "top_k_experts", "vocab_size_per_layer_input")
+    not_there = {
+        "enable_moe_block", "hidden_size_per_layer_input", "moe_intermediate_size", "num_experts", "top_k_experts",
+        "vocab_size_per_layer_input",
+    }  # fmt: skip
     text_config = {key: value for key, value in (_TEXT | _LARGE_TEXT).items() if key not in not_there}
     text_config |= {"model_type": "gemma4_unified_text"} | text
     return copy.deepcopy({
@@ -153,7 +156,8 @@ def _processor_config(config: dict[str, Any]) -> dict[str, Any]:
     return {
         "audio_ms_per_token": 40, "audio_seq_length": 750,
         "feature_extractor": waveform | {
-            "feature_extractor_type": f"{family}AudioFeatureExtractor", "padding_side": "right", "padding_value": 0.0, "sampling_rate": 16000,
+            "feature_extractor_type": f"{family}AudioFeatureExtractor", "padding_side": "right", "padding_value": 0.0,
+            "sampling_rate": 16000,
         },
         "image_processor": pixels | {"do_normalize": False, "image_processor_type": f"{family}ImageProcessor"},
         "image_seq_length": SOFT_TOKENS, "processor_class": f"{family}Processor",
@@ -181,7 +185,7 @@ def save_model(out: Path, model: torch.nn.Module, config: dict[str, Any], seed: 
 
 
 def build(kind: str, out: Path, *, seed: int = 0, max_shard_bytes: int | None = None, **text: Any) -> Path:
-    """Make a whole folder of the small model `kind`, `text` overriding keys of its text_config. Returns `out`, which must not exist yet."""
+    """Make a whole folder of the small model `kind`, `text` overriding keys of its text_config. Returns `out`, which must be new."""
     out.mkdir(parents=True)
     config = small_config(kind, **text)
     save_files(out, config)
@@ -192,7 +196,7 @@ def build(kind: str, out: Path, *, seed: int = 0, max_shard_bytes: int | None = 
 
 
 def build_gemma4(out: Path, *, seed: int = 0, max_shard_bytes: int | None = None, **text: Any) -> Path:
-    """E4B's structure: three towers with clipped linears, PLE, 8 layers of which 4 share K/V, two head sizes, tied embeddings, softcap 30."""
+    """E4B's structure: three towers with clipped linears, PLE, 4 of 8 layers sharing K/V, two head sizes, tied embeddings, softcap 30."""
     return build("e4b", out, seed=seed, max_shard_bytes=max_shard_bytes, **text)
 
 

@@ -67,7 +67,8 @@ _TOKEN_IDS = {
 _DECODERS: dict[str, dict[str, Any]] = {
     "e2b": {
         "hidden_size": 1536, "hidden_size_per_layer_input": 256, "intermediate_size": 6144, "layer_types": ([_SLIDING] * 4 + [_FULL]) * 7,
-        "num_attention_heads": 8, "num_hidden_layers": 35, "num_key_value_heads": 1, "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
+        "num_attention_heads": 8, "num_hidden_layers": 35, "num_key_value_heads": 1, "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
     },
     "e4b": {
         "hidden_size": 2560, "hidden_size_per_layer_input": 256, "intermediate_size": 10240, "layer_types": ([_SLIDING] * 5 + [_FULL]) * 7,
@@ -94,13 +95,14 @@ _COMMON_SOURCES = {
     "token ids": "defaults; eos_token_id 106 (<turn|>) from e4b",
 }
 SOURCES: dict[str, dict[str, str]] = {
-    "e2b": _COMMON_SOURCES | {"vision_config": "converter, rest as e4b", "audio_config": "converter (= defaults), as e4b", "sliding_window": "defaults"},
+    "e2b": _COMMON_SOURCES
+    | {"vision_config": "converter, rest as e4b", "audio_config": "converter (the defaults), as e4b", "sliding_window": "defaults"},
     "e4b": _COMMON_SOURCES | {"everything but token ids": "e4b, and converter agrees"},
     "12b": _COMMON_SOURCES | {"vision_config, audio_config, sliding_window, max_position_embeddings": "defaults of the unified classes"},
     "31b": _COMMON_SOURCES | {"vision_config": "converter", "audio_config": "converter: none"},
     "26b-a4b": _COMMON_SOURCES | {"vision_config": "converter", "audio_config": "converter: none"},
 }
-"""By model, then by key or group of keys: where the numbers come from. Left out, because no source gives it: the Hub revision's exact key set."""
+"""By model, then by key or group of keys: where the numbers come from. No source gives the exact key set of the Hub's own files."""
 
 
 def real_config(name: str) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Train the small Gemma 4 of `gemma4-tiny/` on the CPU and say what it is worth: `python -m tests.models.train_gemma4 OUT [--data DIR]`.
 
-The decoder learns next tokens from the wikitext-2 validation text; the towers keep their seeded weights, so images and audio mean nothing to
-it, only text does. DIR must hold wikitext2-valid.txt and wikitext2-test.txt and is the project's shared data folder unless told otherwise.
-It takes about 10 minutes of one core. The same kind of processor and library versions give the same weights; others differ in the last bits,
-and then in more.
+The decoder learns next tokens from the wikitext-2 validation text; the towers keep their seeded weights, so images and audio mean
+nothing to it, only text does. DIR must hold wikitext2-valid.txt and wikitext2-test.txt and is the project's shared data folder unless
+told otherwise. It takes about 12 minutes of one core. The same kind of processor and library versions give the same weights; others
+differ in the last bits, and then in more.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def main() -> None:
     reset_decoder(model, SEED)
     stream = token_stream(asked.out, raw["valid"].decode())
     held_out = windows(token_stream(asked.out, raw["test"].decode()))[:HELD_OUT_ROWS]
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(stream):,} training tokens, {held_out.numel():,} held out", flush=True)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{size:,} parameters, {len(stream):,} training tokens, {held_out.numel():,} held out", flush=True)
     train(model, stream, asked.steps)
     save_model(asked.out, model, config, UNTRAINED_SEED)
     model.to(torch.bfloat16).float()  # judge what was saved

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 # The order is the ids. 0 to 3 are Gemma's own; the others stand near the end of Gemma's vocabulary and come first in these small ones.
-GEMMA3_SPECIALS = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>")
+GEMMA3_SPECIALS = (
+    "<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>",
+)  # fmt: skip
 GEMMA4_SPECIALS = (
-    "<pad>", "<eos>", "<bos>", "<unk>", "<|image|>", "<|audio|>", "<|video|>", "<|image>", "<image|>", "<|audio>", "<audio|>", "<|turn>", "<turn|>",
+    "<pad>", "<eos>", "<bos>", "<unk>", "<|image|>", "<|audio|>", "<|video|>", "<|image>", "<image|>", "<|audio>", "<audio|>",
+    "<|turn>", "<turn|>",
 )  # fmt: skip
 
 GEMMA3_TEMPLATE = """\
@@ -38,7 +41,7 @@ map and three letters, and she understood from the size of the figures how cold 
 8, 9, 10 days; 11, 12, 13 sacks; 1874, 1890, 1903. Some of the pages were missing. On others the ink had become so pale that one could read
 them only against the light, where the water mark, a small crown over a wheel, shone through the words. She copied what she could, in a clear
 hand, and at the end of her copy she put the sentence with which her grandfather had closed each year: the water came back, and so did we.
-"""
+"""  # noqa: E501
 
 
 def train_tokenizer(text: str, vocab_size: int, specials: Sequence[str]):  # type: ignore[no-untyped-def]
@@ -64,7 +67,8 @@ def train_tokenizer(text: str, vocab_size: int, specials: Sequence[str]):  # typ
     if len(tokens) != vocab_size or len(set(tokens)) != vocab_size:
         raise ValueError(f"the text gives {len(tokens)} tokens, {vocab_size} were asked for: use more text or a smaller vocabulary")
     merges = [tuple(merge) for merge in learned["merges"]]
-    tokenizer = shell(models.BPE(vocab={token: at for at, token in enumerate(tokens)}, merges=merges, unk_token="<unk>", byte_fallback=True))
+    vocab = {token: at for at, token in enumerate(tokens)}
+    tokenizer = shell(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", 2)])

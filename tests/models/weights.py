@@ -18,7 +18,7 @@ def _generator(seed: int, name: str) -> torch.Generator:
 
 
 def seeded_tensor(name: str, shape: tuple[int, ...], seed: int, *, one_plus_norms: bool) -> torch.Tensor:
-    """A float32 tensor that suits `name`: a clip bound, layer scalar, norm, bias, embedding or linear. Same name, shape and seed: same values.
+    """A float32 tensor that suits `name`: clip bound, layer scalar, norm, bias, embedding or linear. Same name, shape, seed: same values.
 
     `one_plus_norms`: norms multiply by 1 + w (Gemma 2 and 3), so w lies around 0; otherwise (Gemma 4) around 1.
     """
@@ -56,7 +56,7 @@ def fill(model: torch.nn.Module, seed: int, *, one_plus_norms: bool) -> None:
 
 
 def save_weights(out: Path, tensors: Mapping[str, torch.Tensor], max_shard_bytes: int | None = None) -> None:
-    """Write `tensors` as bfloat16: model.safetensors, or shards of at most `max_shard_bytes` with their index, in the order of the names."""
+    """Write `tensors` as bfloat16 in the order of their names: model.safetensors, or shards of at most `max_shard_bytes` and an index."""
     from safetensors.torch import save_file
 
     shards: list[dict[str, torch.Tensor]] = [{}]
