@@ -6,6 +6,7 @@ Not taken from the Hub's own files, which were not at hand: a key that no source
 converter   Google's variants in transformers' gemma4/convert_gemma4_weights.py and gemma4_unified/convert_gemma4_unified_weights.py
 defaults    the defaults of transformers 5.17's config classes, where the converter leaves a key unset
 e4b         a full config of E4B, serialized by transformers 5.6
+31b         a published listing of gemma-4-31B-it's config.json and of every tensor in its files, which agrees with the above throughout
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ SOURCES: dict[str, dict[str, str]] = {
     | {"vision_config": "converter, rest as e4b", "audio_config": "converter (the defaults), as e4b", "sliding_window": "defaults"},
     "e4b": _COMMON_SOURCES | {"everything but token ids": "e4b, and converter agrees"},
     "12b": _COMMON_SOURCES | {"vision_config, audio_config, sliding_window, max_position_embeddings": "defaults of the unified classes"},
-    "31b": _COMMON_SOURCES | {"vision_config": "converter", "audio_config": "converter: none"},
+    "31b": _COMMON_SOURCES | {"vision_config": "converter", "audio_config": "converter: none", "every key": "31b agrees"},
     "26b-a4b": _COMMON_SOURCES | {"vision_config": "converter", "audio_config": "converter: none"},
 }
 """By model, then by key or group of keys: where the numbers come from. No source gives the exact key set of the Hub's own files."""
