@@ -15,6 +15,7 @@ import torch
 
 from gemq.errors import IntegrityError
 from gemq.output import warn
+from gemq.quantize.threads import single_thread
 from gemq.quantize.scales import find_scales, integer_range, restore, round_to_scales
 from gemq.recipes.model import Gptq, WeightScheme
 
@@ -115,13 +116,15 @@ def _sweep(work: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, schem
     for start in range(0, size, block_size):
         stop = min(start + block_size, size)
         errors = torch.empty_like(work[start:stop])
-        # a block in strips: what a strip's columns owe the rest of the block is settled in one product
-        for first in range(start, stop, _STRIP):
-            last = min(first + _STRIP, stop)
-            strip = errors[first - start : last - start]
-            _sweep_strip(work[first:last], factor[first:last, first:last], scales[first:last], scheme, strip)
-            if last < stop:
-                work[last:stop].addmm_(factor[first:last, last:stop].T, strip, alpha=-1)
+        # A block in strips: what a strip's columns owe the rest of the block is settled in one product. One thread: operations this
+        # small cost less than waking a second one, and far less where another process holds its core.
+        with single_thread():
+            for first in range(start, stop, _STRIP):
+                last = min(first + _STRIP, stop)
+                strip = errors[first - start : last - start]
+                _sweep_strip(work[first:last], factor[first:last, first:last], scales[first:last], scheme, strip)
+                if last < stop:
+                    work[last:stop].addmm_(factor[first:last, last:stop].T, strip, alpha=-1)
         if stop < size:
             work[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
     return work.T

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import torch
 
+from gemq.quantize.threads import over_threads
 from gemq.recipes.model import WeightScheme
 
 FP8_MAX = 448.0  # the largest finite E4M3 number
 # How far the grid may clip: the largest magnitude of a group falls between the end of the range and 1.5 times beyond it.
 _CLIP_STEPS = 10
 _CLIP_FURTHEST = 1.5
-_PIECE = 1 << 17
+_PIECE = 1 << 15
 
 
 def integer_range(scheme: WeightScheme) -> tuple[int, int]:
@@ -50,10 +51,10 @@ def find_scales(weight: torch.Tensor, scheme: WeightScheme, importance: torch.Te
         return minmax
     cost = torch.ones(weight.shape[1]) if importance is None else importance / importance.mean().clamp_min(1e-30)
     cost = cost.to(weight).reshape(1, grouped.shape[1], grouped.shape[2])
-    # pieces that stay in a processor's cache
+    # pieces that stay in a processor's cache, and small enough for torch not to split: the threads here each take whole ones
     rows = max(1, _PIECE // weight.shape[1]) if weight.device.type == "cpu" else weight.shape[0]
     pieces = zip(grouped.split(rows), largest.split(rows), minmax.split(rows), strict=True)
-    return torch.cat([_best_clip(*piece, cost, low, high) for piece in pieces])
+    return torch.cat(list(over_threads(lambda piece: _best_clip(*piece, cost, low, high), pieces)))
 
 
 def _best_clip(grouped: torch.Tensor, largest: torch.Tensor, minmax: torch.Tensor, cost: torch.Tensor, low: int, high: int) -> torch.Tensor:

@@ -52,16 +52,14 @@ def run() -> int:
     """Run the command line in `sys.argv`; returns the exit code."""
     signal.signal(signal.SIGTERM, _on_terminate)
     try:
-        code = app(standalone_mode=False)
-        return code if isinstance(code, int) else 0
+        code = app(standalone_mode=False)  # typer turns an interrupt into 130 here, and raises in other versions
     except GemqError as error:
         output.error(error.message, error.next_step)
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        output.error("interrupted; what was finished is kept", "run the same command to go on")
-        return 130
+        code = 130
     except typer.Exit as stop:
-        return stop.exit_code
+        code = stop.exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -73,6 +71,9 @@ def run() -> int:
         traceback.print_exc()
         output.error(f"unexpected {type(error).__name__}: {error}", "this is a bug of gemq: report it with the lines above")
         return 1
+    if code == 130:
+        output.error("interrupted; what was finished is kept", "run the same command to go on")
+    return code if isinstance(code, int) else 0
 
 
 def main() -> None:

@@ -104,7 +104,7 @@ def _measure(outcome: Outcome, source: Source, data: str, records: int, length: 
         return evaluate_ppl(str(outcome.directory), Path(data), reference=str(source.directory), records=records, device=device, with_kl=True)
 
     from gemq.calibration.sets import load_calibration
-    from gemq.eval.records import write_records
+    from gemq.eval.windows import write_records
 
     # another seed than the calibration's, so that nothing is judged on what it was fitted to
     fresh = load_calibration("self", model_dir=source.directory, samples=records, length=length, seed=seed + 1, device=device)

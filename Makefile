@@ -1,0 +1,58 @@
+# What a newcomer types first: `make quickstart` and `make test`. Each makes .venv when there is none.
+# The targets that take MODEL, RECIPE, BUDGET or CHECKPOINT are for a user's CI: they fail with the command's own exit code.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+GEMQ := $(BIN)/gemq
+READY := $(VENV)/ready
+SHARED_DATA ?= ../shared/data
+
+.PHONY: help quickstart test lint wheel bench-quantize bench-quality constraints clean quantize eval-ppl serve-env
+.DELETE_ON_ERROR:
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' || { echo "gemq needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools -e '.[dev]'
+	touch $@
+
+quickstart: $(READY)  ## quantize the demo model (Gemma 3 270M) to 4 bits and show its perplexity beside the source's
+	$(GEMQ) quantize gemma-3-270m --recipe w4a16-g32 --samples 24 --length 256 --eval-records 12 --output $${OUTPUT:-out/gemma-3-270m-w4a16-g32}
+
+test: $(READY)  ## run the tests
+	$(BIN)/python -m pytest -q
+
+lint: $(READY)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+wheel: $(READY)  ## sdist -> wheel -> clean environment; checks what is in it
+	$(BIN)/python -m tests.check_wheel
+
+bench-quantize: $(READY)  ## time and memory beside llm-compressor, in one run
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/python -m benchmarks.quantize --data $(SHARED_DATA)
+
+bench-quality: $(READY)  ## perplexity and KL beside llm-compressor, in one run
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/python -m benchmarks.quality --data $(SHARED_DATA)
+
+MODEL ?= google/gemma-4-E4B-it
+RECIPE ?= w4a16
+BUDGET ?= 5%
+CHECKPOINT ?= out/$(notdir $(MODEL))-$(RECIPE)
+
+quantize: $(READY)  ## MODEL=... RECIPE=... [CHECKPOINT=...]: make a checkpoint
+	$(GEMQ) quantize $(MODEL) --recipe $(RECIPE) --output $(CHECKPOINT)
+
+eval-ppl: $(READY)  ## CHECKPOINT=... REFERENCE=... DATA=... [BUDGET=5%]: hold a checkpoint to a budget
+	$(GEMQ) eval-ppl $(CHECKPOINT) --reference $(REFERENCE) --data $(DATA) --budget $(BUDGET)
+
+constraints:  ## print what an unconstrained install would bring
+	$(PYTHON) -m venv .venv-constraints && .venv-constraints/bin/pip install --quiet '.[dev]' && .venv-constraints/bin/pip freeze
+
+clean:  ## remove what the targets made, the environment too
+	rm -rf $(VENV) .venv-constraints build dist src/*.egg-info out
