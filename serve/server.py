@@ -28,6 +28,7 @@ import httpx
 
 from gemq import output
 from gemq.errors import GemqError, IntegrityError, UsageError
+from gemq.serve.serve import Refused, require_free_port
 from gemq.serve.symptoms import diagnose
 
 ROOM = Path(__file__).resolve().parent
@@ -189,9 +190,10 @@ def _wait(process: subprocess.Popen[bytes], launch: Launch, log: Path, timeout: 
             if process.poll() is not None:
                 raise _failure(f"{Path(launch.command[1]).name} did not start", process.returncode, log)
             try:
-                if client.get(f"{launch.address}/v1/models").status_code == 200:
+                answer = client.get(f"{launch.address}/v1/models")
+                if answer.status_code == 200 and launch.model in [model.get("id") for model in answer.json()["data"]]:
                     return
-            except httpx.TransportError:
+            except (httpx.TransportError, ValueError, KeyError):
                 pass  # not open yet
             if time.monotonic() > deadline:
                 raise _failure(f"{launch.address} does not answer after {timeout:.0f} s", None, log)
@@ -209,8 +211,12 @@ def serving(path: Path, *, port: int | None = None, host: str = "127.0.0.1", pro
     """
     with ExitStack() as stack:
         interpreter = find_python(python)
-        launch = plan(path, python=interpreter, host=host, port=port or free_port(host), profile=profile, name=name,
-                      checkpoint=checkpoint, verify=verify)
+        port = port or free_port(host)
+        try:
+            require_free_port(host, port)  # serve.py looks too, but what listens there might answer for it meanwhile
+        except Refused as error:
+            raise UsageError(str(error).partition(";")[0], "choose another --port, or stop what listens there") from None
+        launch = plan(path, python=interpreter, host=host, port=port, profile=profile, name=name, checkpoint=checkpoint, verify=verify)
         if log is None:
             log = Path(tempfile.mkstemp(prefix="gemq-serve-", suffix=".log")[1])
             own_log: Path | None = log

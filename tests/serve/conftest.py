@@ -85,3 +85,8 @@ def small_gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "gemma4-small"
     subprocess.run([sys.executable, "-m", "tests.models.gemma4", "e4b", str(folder)], cwd=ROOT, check=True, timeout=300)
     return folder
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests that start the real vLLM carry a mark, so that a quick run can leave them out."""
+    config.addinivalue_line("markers", "vllm: starts the real vLLM of .venv-vllm (about a minute a start)")
