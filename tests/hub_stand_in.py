@@ -171,7 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
         name = f"{wanted.get('organization') or 'somebody'}/{wanted['name'].rpartition('/')[2]}"
         if name in self.hub.repositories:
             return self.answer(409, {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"})
-        self.hub.repositories[name] = Repository(bool(wanted.get("private")))
+        self.hub.repositories[name] = Repository(wanted.get("visibility") == "private" or bool(wanted.get("private")))
         self.hub.repositories[name].commit("main", {".gitattributes": ("regular", b"*.safetensors filter=lfs\n")})
         return self.answer(200, {"url": f"{self.hub.url}/{name}", "id": name, "name": name})
 
