@@ -1,9 +1,10 @@
-"""`gemq serve`: a checkpoint or a submission behind the endpoint that it was made for."""
+"""`gemq serve` and `gemq check`: a checkpoint or a submission behind its endpoint, and the endpoint held to the contract."""
 
 from __future__ import annotations
 
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -11,7 +12,7 @@ from typing import Annotated
 import typer
 
 from gemq import output
-from gemq.errors import Interrupted, UsageError
+from gemq.errors import IntegrityError, Interrupted, UsageError
 from gemq.serve.serve import PROFILES
 
 
@@ -61,6 +62,34 @@ def serve(
             signal.signal(number, handler)
 
 
+def check(
+    url: Annotated[str, typer.Argument(help="Where it listens, such as http://127.0.0.1:8000.")],
+    model: Annotated[str | None, typer.Option(help="The served model's name; the first that is listed if not given.")] = None,
+    modality: Annotated[list[str] | None, typer.Option(help="text, image or audio; say it again for more. All three if not given.")] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=16, help="Tokens that the model knows, for one that knows fewer than Gemma.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the table as JSON on stdout.")] = False,
+) -> None:
+    """Ask an endpoint for everything that a judge will ask of it. Exits 4 if a point of the contract is not kept."""
+    from gemq.serve import contract
+
+    output.mode.json = output.mode.json or json_
+    asked = tuple(modality or contract.MODALITIES)
+    unknown = [name for name in asked if name not in contract.MODALITIES]
+    if unknown:
+        raise UsageError(f"--modality {unknown[0]!r} is unknown", f"valid are {', '.join(contract.MODALITIES)}")
+    endpoint = contract.Endpoint(url, model, vocabulary=vocabulary)
+    with output.progress("asking", len(contract.points(asked)), "points") as advance:
+        table = contract.check(endpoint, asked, lambda point: advance(1, point.name))
+    broken = [point for point in table if not point.kept]
+    output.table(f"{endpoint.model} at {endpoint.url}", ("point", "kept", "seen", "s"),
+                 [(point.name, "yes" if point.kept else "NO", point.seen, f"{point.seconds:.1f}") for point in table])
+    output.result({"url": endpoint.url, "model": endpoint.model, "ok": not broken, "points": [asdict(point) for point in table]}, "")
+    if broken:
+        raise IntegrityError(f"{len(broken)} of {len(table)} points are not kept; the first: {broken[0].name} ({broken[0].seen})",
+                             "serve it with gemq serve, or see the engine's log")
+
+
 def register(app: typer.Typer) -> None:
     """Add this room's commands to gemq's."""
     app.command("serve")(serve)
+    app.command("check")(check)
