@@ -20,7 +20,7 @@ def serve(
     path: Annotated[Path, typer.Argument(metavar="CHECKPOINT_OR_SUBMISSION", help="What quantize or package wrote.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    profile: Annotated[str | None, typer.Option(help=f"What vLLM is set for: {', '.join(PROFILES)} (a manifest's, else the first).")] = None,
+    profile: Annotated[str | None, typer.Option(help=f"What vLLM is set for: {', '.join(PROFILES)} (else single-stream).")] = None,
     name: Annotated[str | None, typer.Option(help="The model's name at the endpoint; else the manifest's, else the directory's.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="A directory in place of what a submission names.")] = None,
     python: Annotated[Path | None, typer.Option(help="Python of an environment with vLLM; else .venv-vllm, else this one.")] = None,
@@ -66,7 +66,7 @@ def check(
     url: Annotated[str, typer.Argument(help="Where it listens, such as http://127.0.0.1:8000.")],
     model: Annotated[str | None, typer.Option(help="The served model's name; the first that is listed if not given.")] = None,
     modality: Annotated[list[str] | None, typer.Option(help="text, image or audio; say it again for more. All three if not given.")] = None,
-    vocabulary: Annotated[int | None, typer.Option(min=16, help="Tokens that the model knows, for one that knows fewer than Gemma.")] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=16, help="Tokens that the model knows, if fewer than Gemma.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the table as JSON on stdout.")] = False,
 ) -> None:
     """Ask an endpoint for everything that a judge will ask of it. Exits 4 if a point of the contract is not kept."""
