@@ -314,7 +314,7 @@ def fit_unit(unit: Unit, original: Tensor) -> Fit:
 
 
 def _group_sums(unit: Unit, original: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64], tuple[float, float, float]]:
-    """<x,x> <x,q> <q,q> <x,r> <r,r> in steps [5, groups]; squared steps [out, groups of a row]; squared norms of error, rounding, weights."""
+    """<x,x> <x,q> <q,q> <x,r> <r,r> in steps [5, groups]; squared steps [out, groups of a row]; square norms: error, rounding, weights."""
     (out, inputs), scheme = unit.shape, unit.scheme
     groups = scheme.groups(inputs)
     stored = unit.tensors["weight_scale"]
