@@ -26,7 +26,7 @@ from gemq.errors import IntegrityError, UsageError
 SEAL_FILE = "gemq.seal.json"
 VERSION = 1
 _MAX_SEAL_BYTES = 64 << 20
-_READ_BYTES = 1 << 20
+_READ_BYTES = 128 << 10  # stays in the L2 cache between read and hash
 _WORTH_THREADS_BYTES = 8 << 20
 _MAX_SIZE = 2**63 - 1
 _LEFT_OVER = re.compile(r"\..+\.\d+\.tmp")  # what atomic.write_file leaves behind when it is killed
