@@ -118,18 +118,19 @@ def can_serve(number_format: str, has_vllm: bool, on_cpu: bool, capability: floa
     return capability >= least, word if capability >= least else f"needs compute capability {least}, the card has {capability}"
 
 
-def recipe_formats(name: str) -> list[str]:
-    """The number formats that a built-in recipe's rules use."""
+def recipe_formats(name: str) -> dict[str, list[str]]:
+    """The number formats that a built-in recipe's rules use, each with the parts that only some models have ([] if every model has it)."""
     from gemq.recipes.model import load_recipe
 
-    used = []
+    used: dict[str, list[str]] = {}
     for rule in load_recipe(name).rules:
         if rule.scheme == "keep":
             continue
         weights, inputs = rule.scheme.weights, rule.scheme.input_activations
         kind = f"int{weights.num_bits}" if inputs is None else f"{'fp8' if inputs.type == 'float' else 'int8'} inputs"
-        used.append(_FORMAT_OF[kind])
-    return list(dict.fromkeys(used))
+        parts = list(rule.match) if rule.optional else []
+        used[_FORMAT_OF[kind]] = parts if used.get(_FORMAT_OF[kind], parts) else []
+    return used
 
 
 def _memory() -> str:
@@ -180,10 +181,17 @@ def look(python: Path | None = None) -> Machine:
     capability = min((card.capability for card in cards), default=None)
     rows = []
     for name in built_in_names():
-        answers = [(used, *can_serve(used, bool(vllm), on_cpu, capability)) for used in recipe_formats(name)]
-        bad = [f"{used}: {why}" for used, good, why in answers if not good]
-        rows.append(Served(name, not bad, "; ".join(bad) or ", ".join(used for used, _, _ in answers)))
+        rows.append(_recipe_row(name, bool(vllm), on_cpu, capability))
     return Machine(tuple(facts), tuple(rows), tuple(missing))
+
+
+def _recipe_row(name: str, has_vllm: bool, on_cpu: bool, capability: float | None) -> Served:
+    told, served = [], True
+    for used, parts in recipe_formats(name).items():
+        good, why = can_serve(used, has_vllm, on_cpu, capability)
+        served = served and (good or bool(parts))
+        told.append(used if good else f"not models with {', '.join(parts)} ({used}: {why})" if parts else f"{used}: {why}")
+    return Served(name, served, "; ".join(told))
 
 
 def _own_version(name: str) -> str:
