@@ -27,7 +27,8 @@ def save_model(directory: Path, seed: int, noise: float = 0.0, vision: bool = Fa
     }  # fmt: skip
     torch.manual_seed(seed)
     if vision:
-        tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+        tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+                 "patch_size": 14}  # fmt: skip
         config = Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4, image_token_index=300, boi_token_index=301,
                               eoi_token_index=302)  # fmt: skip
         model = Gemma3ForConditionalGeneration(config)
@@ -105,7 +106,8 @@ def save_int4(source: Path, directory: Path) -> Path:
 
     def convert(stem: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         levels, scale = int4_levels(weight)
-        return {f"{stem}.weight_packed": pack_inputs(levels + 8), f"{stem}.weight_scale": scale, f"{stem}.weight_shape": torch.tensor(weight.shape)}
+        packed, shape = pack_inputs(levels + 8), torch.tensor(weight.shape)
+        return {f"{stem}.weight_packed": packed, f"{stem}.weight_scale": scale, f"{stem}.weight_shape": shape}
 
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP, "dynamic": False}
     return _requantize(source, directory, _compressed_tensors("pack-quantized", weights, None), convert)
@@ -130,7 +132,7 @@ def save_fp8(source: Path, directory: Path) -> Path:
 
 
 def save_gptq(source: Path, directory: Path) -> Path:
-    """`source` in the AutoGPTQ format with the inputs of each linear dealt to its groups in a permuted order; its weights equal int4_weight's."""
+    """`source` in the AutoGPTQ format, with the groups of each linear in reversed order; its weights equal int4_weight's."""
 
     def convert(stem: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         levels, scale = int4_levels(weight)

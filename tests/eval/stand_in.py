@@ -1,7 +1,7 @@
 """A strict stand-in for vLLM's OpenAI server, backed by a small model: true log-probabilities, vLLM's refusals, and ways to cheat.
 
-It refuses what vLLM refuses: an unknown model or path (404), max_tokens below 1, prompt_logprobs with streaming, ids beyond the vocabulary, prompts that
-leave no room for a token (400). What it can't stand in for: the rounding of a served kernel.
+It refuses what vLLM refuses: an unknown model or path (404), max_tokens below 1, prompt_logprobs with streaming, ids beyond the
+vocabulary, prompts that leave no room for a token (400). What it can't stand in for: the rounding of a served kernel.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class StandIn:
         table = plain_log_softmax(self.model, prompt)
         for row, token in zip(table, prompt[1:], strict=True):
             ids = {token, *row.topk(top).indices.tolist()}
-            entries.append({str(i): {"logprob": row[i].item(), "rank": int((row > row[i]).sum()) + 1, "decoded_token": f"t{i}"} for i in ids})
+            ranks = {i: int((row > row[i]).sum()) + 1 for i in ids}
+            entries.append({str(i): {"logprob": row[i].item(), "rank": ranks[i], "decoded_token": f"t{i}"} for i in ids})
         return entries
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:

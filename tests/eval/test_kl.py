@@ -95,7 +95,7 @@ def test_other_vocabulary_is_refused(source: Path, multimodal: Path, records_fil
     shutil.copytree(source, other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"vocab_size": 321}))
-    with pytest.raises(UsageError, match="321 tokens, .* 320"):
+    with pytest.raises(UsageError, match=r"321 tokens, .* 320"):
         evaluate_kl(str(other), records_file, reference=str(source))
     (other / "config.json").write_text(json.dumps(config))
     tokenizer = json.loads((other / "tokenizer.json").read_text())

@@ -50,6 +50,13 @@ def test_positions_in_pieces_give_the_same(source: Path, records_file: Path, mon
     assert_agree(scores(source, records_file), whole)
 
 
+def test_log_probabilities_keep_the_tail_of_a_large_vocabulary() -> None:
+    logits = 2.5 * torch.randn(16, 262144, generator=torch.Generator().manual_seed(0))
+    logits[:, 0] = 24
+    found = local.Head(torch.nn.Identity(), None).log_probabilities(logits.clone())
+    assert abs((found.double() - logits.double().log_softmax(-1)).mean().item()) < 1e-6
+
+
 def test_compressed_tensors_int4(source: Path, int4: Path, records_file: Path) -> None:
     found = scores(int4, records_file)
     assert_agree(found, plain(plain_model(source, int4_weight)))
@@ -128,7 +135,7 @@ def broken_copy(source: Path, tmp_path: Path, **changes: object) -> Path:
 def test_not_a_checkpoint(tmp_path: Path, records_file: Path) -> None:
     with pytest.raises(UsageError, match="neither a directory nor"):
         evaluate_ppl(str(tmp_path / "nowhere"), records_file)
-    with pytest.raises(UsageError, match="no config.json"):
+    with pytest.raises(UsageError, match=r"no config\.json"):
         evaluate_ppl(str(tmp_path), records_file)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(IntegrityError, match=r"config.json"):
