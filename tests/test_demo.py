@@ -72,12 +72,12 @@ def test_transformers_loads_it_whole_and_predicts_real_text(demo_model, shared_d
     assert type(model).__name__ == "Gemma3ForCausalLM"
     assert model.config.layer_types.count("full_attention") == 3
     text = (shared_data / "wikitext2-test.txt").read_text()[:6000]
-    ids = torch.tensor([[2, *tokenizer(text, add_special_tokens=False).input_ids[:511]]])
+    ids = torch.tensor([[2, *tokenizer(text, add_special_tokens=False).input_ids[:255]]])
     with torch.no_grad():
         logits = model(ids).logits[0, :-1]
     perplexity = math.exp(torch.nn.functional.cross_entropy(logits, ids[0, 1:]).item())
-    # measured 41.198; without BOS 74, with the text in letters 822, with norms that kept or lost a one above 1e7
-    assert 40.7 < perplexity < 41.7
+    # measured 58.21; without BOS 139, with the text in letters 2881, with norms that kept or lost a one above 1e7
+    assert 57.6 < perplexity < 58.8
 
 
 def test_all_vectors_agree(tokenizer, shared_data):
