@@ -201,7 +201,7 @@ class Head:
     def log_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
         """The log-softmax [positions, vocabulary] float32 of hidden states [positions, hidden size]."""
         logits = self.logits(hidden).float()
-        # not log_softmax: over 262,144 tokens its plain float32 sum loses the tail, 1e-5 to 2e-5 nats a token and always in the model's favour
+        # not log_softmax: over 262,144 tokens its float32 sum loses the tail, 1e-5 to 2e-5 nats a token, always in the model's favour
         return logits.sub_(logits.logsumexp(-1, keepdim=True))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -112,11 +112,11 @@ def eval_ppl(
         bound = (
             "no upper bound from a single record" if ratio.upper_95 is None else f"at most {ratio.upper_95 - 1:+.2%} with 95% confidence"
         )
-        closing = f"PPL is {ratio.value - 1:+.2%} of the reference's, {bound}"
+        closing = f"PPL differs from the reference's by {ratio.value - 1:+.2%}, {bound}"
     _show(result, output_file, closing)
     if share is not None and ratio is not None:
         upper = "" if ratio.upper_95 is None else f"{ratio.upper_95 - 1:+.2%}"
-        _hold(ratio.upper_95, 1 + share, f"PPL may be {upper} of the reference's (95% upper bound), --budget allows {share:+.2%}",
+        _hold(ratio.upper_95, 1 + share, f"PPL may differ from the reference's by {upper} (95% upper bound), --budget allows {share:+.2%}",
               "score more records if only the bound is over; otherwise use smaller groups, more bits, or better calibration")  # fmt: skip
 
 
