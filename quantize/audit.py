@@ -159,11 +159,11 @@ def _index_differences(index: Path, tensors: dict[str, Tensor]) -> list[Differen
     differences = []
     for name in sorted(set(weight_map) | set(tensors)):
         if name not in tensors:
-            differences.append(Difference(name, f"is in no shard, {index.name} places it in {weight_map[name]}"))
+            differences.append(Difference(name, f"is in no shard, {index.name} places it in {weight_map[name]!r}"))
         elif name not in weight_map:
             differences.append(Difference(name, f"is in {tensors[name].file.name}, {index.name} does not list it"))
         elif index.parent / weight_map[name] != tensors[name].file:
-            differences.append(Difference(name, f"is in {tensors[name].file.name}, {index.name} places it in {weight_map[name]}"))
+            differences.append(Difference(name, f"is in {tensors[name].file.name}, {index.name} places it in {weight_map[name]!r}"))
     stored = sum(tensor.nbytes for tensor in tensors.values())
     if total is not None and total != stored:
         differences.append(Difference(index.name, f"claims a total_size of {str(total)[:40]}, the shards hold {stored}"))

@@ -19,7 +19,7 @@ MANIFEST_FILE = "gemq.json"
 RECIPE_FILE = "recipe.yaml"
 SEAL_FILE = "gemq.seal.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".tflite", ".pkl", ".npz")
-_OWN_FILES = {MANIFEST_FILE, RECIPE_FILE, SEAL_FILE, "config.json", "README.md", ".gitattributes"}
+_OWN_FILES = {"gemq-demo.json", MANIFEST_FILE, RECIPE_FILE, SEAL_FILE, "config.json", "README.md", ".gitattributes"}
 
 
 def quantization_config(plan: Plan) -> dict[str, Any]:

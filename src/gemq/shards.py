@@ -62,13 +62,18 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             (length,) = struct.unpack("<Q", prefix)
             if length > min(size - 8, _MAX_HEADER_BYTES):
                 raise broken(f"its header claims {length} bytes, the file has {size}")
-            header = json.loads(file.read(length), object_pairs_hook=_unique_keys)
+            header = json.loads(file.read(length).decode(), object_pairs_hook=_unique_keys)
     except FileNotFoundError:
         raise IntegrityError(f"{path} is missing", "fetch or copy that file again") from None
+    except OSError as error:
+        raise IntegrityError(f"{path} can't be read: {error.strerror}", "fetch or copy that file again") from None
     except (ValueError, RecursionError) as error:
         raise broken(f"its header can't be read ({error})") from None
     if not isinstance(header, dict):
         raise broken("its header is no JSON object")
+    metadata = header.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise broken("its __metadata__ is no map of strings")
     infos = [_tensor_info(path, 8 + length, name, entry, broken) for name, entry in header.items() if name != "__metadata__"]
     infos.sort(key=lambda info: (info.offset, info.nbytes))
     end = 8 + length
@@ -89,22 +94,24 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def _tensor_info(path: Path, base: int, name: str, entry: object, broken) -> TensorInfo:  # type: ignore[no-untyped-def]
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise broken(f"the entry of {name} must have dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not name.isprintable():
+        raise broken(f"it has a tensor named {name[:80]!r}")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise broken(f"{name} has the unknown dtype {dtype!r}")
+        raise broken(f"{name} has the unknown dtype {str(dtype)[:80]!r}")
     if not isinstance(shape, list) or not all(map(_is_count, shape)):
-        raise broken(f"{name} has the shape {shape!r}")
+        raise broken(f"{name} has the shape {str(shape)[:80]}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
-        raise broken(f"{name} has the offsets {offsets!r}")
+        raise broken(f"{name} has the offsets {str(offsets)[:80]}")
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if offsets[1] - offsets[0] != nbytes:
-        raise broken(f"{name} of {dtype} {shape} needs {nbytes} bytes, its offsets span {offsets[1] - offsets[0]}")
+        raise broken(f"{name} of {dtype} {shape} does not fit its offsets, which span {offsets[1] - offsets[0]} bytes")
     return TensorInfo(name, dtype, tuple(shape), path, base + offsets[0], nbytes)
 
 

@@ -1,0 +1,136 @@
+"""Recipes: what is read, what is refused and in which words."""
+
+from __future__ import annotations
+
+import pytest
+
+from gemq.errors import UsageError
+from gemq.quantize.plan import make_plan, with_head
+from gemq.quantize.skeleton import load_skeleton
+from gemq.recipes.model import built_in_names, load_recipe, parse_recipe
+
+GOOD = """
+version: 1
+name: mine
+summary: for tests
+rules:
+  - match: [decoder]
+    scheme: {weights: {num_bits: 4, strategy: group, group_size: 32}}
+"""
+
+
+@pytest.mark.parametrize("name", built_in_names())
+def test_built_in_recipes_load_say_what_they_trade_and_come_back_from_their_yaml(name):
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert len(recipe.summary) > 30
+    assert parse_recipe(recipe.to_yaml(), name) == recipe
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (("version: 1", "version: 2"), "version"),
+        (("summary: for tests", "summary: for tests\nspeed: 11"), r"unknown key speed \(valid: version, name"),
+        (("num_bits: 4", "num_bits: 3"), r"rules\.0\.scheme\.weights\.num_bits: Input should be 4 or 8"),
+        (("num_bits: 4", "num_bits: 4, bits: 4"), r"unknown key rules\.0\.scheme\.weights\.bits \(valid: num_bits, type"),
+        (("group_size: 32", "group_size: 48"), "group_size is 48, vLLM's kernels take 32, 64, 128"),
+        (("[decoder]", "[decodr]"), "'decodr' is neither a part"),
+        (("[decoder]", "[]"), r"rules\.0\.match"),
+        (("name: mine", "name: mine\nname: yours"), "'name' stands there twice"),
+        (("strategy: group, group_size: 32", "strategy: channel, group_size: 32"), "takes no group_size"),
+        (("num_bits: 4", "num_bits: 8, type: float"), "type: float takes"),
+        (("name: mine", "name: ../../etc"), "name"),
+        (("num_bits: 4", "num_bits: 4, symmetric: false"), "symmetric"),
+        (("rules:", "rules: {"), "no valid YAML"),
+        (("version: 1", "- version"), "no valid YAML"),
+    ],
+)
+def test_a_bad_recipe_is_refused_by_key_and_valid_values(edit, says):
+    text = GOOD.replace(*edit)
+    assert text != GOOD
+    with pytest.raises(UsageError, match=says) as raised:
+        parse_recipe(text, "mine.yaml")
+    assert raised.value.exit_code == 2
+    assert raised.value.next_step
+
+
+@pytest.mark.parametrize("text", ["", "[]", "1", "a: &a [*a]", "\x00", "!!python/object/apply:os.system ['true']"])
+def test_what_is_no_recipe_at_all_is_refused(text):
+    with pytest.raises(UsageError):
+        parse_recipe(text, "mine.yaml")
+
+
+def test_an_unknown_recipe_lists_those_there_are():
+    with pytest.raises(UsageError, match="no recipe 'w3a16'") as raised:
+        load_recipe("w3a16")
+    assert "w4a16" in raised.value.next_step
+
+
+def test_a_missing_file_is_no_traceback(tmp_path):
+    with pytest.raises(UsageError, match="can't be read"):
+        load_recipe(str(tmp_path / "none.yaml"))
+
+
+def rule(match: str, scheme: str = "{weights: {num_bits: 4, strategy: group, group_size: 32}}", **more: str) -> str:
+    extra = "".join(f"\n    {key}: {value}" for key, value in more.items())
+    return f"version: 1\nname: mine\nsummary: for tests\nrules:\n  - match: {match}\n    scheme: {scheme}{extra}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says", "advice"),
+    [
+        (rule("[ple]"), "matches no linear", "attention"),
+        (rule("[embedding]"), "matches no linear", "stay as they are"),
+        (rule("['re:model.layers.9.*']"), "matches no linear", "patterns match from the start"),
+        (rule("['re:.*(']"), "no regular expression", "mend"),
+        (rule("['re:.*q_proj']"), "splits layers.0.self_attn.qkv_proj, which vLLM fuses", "one scheme"),
+        (rule("['re:.*norm']"), "matches no linear", "only decoder linears"),
+    ],
+)
+def test_a_rule_that_cannot_be_carried_out_is_refused_with_the_reason(gemma3, text, says, advice):
+    skeleton, _ = load_skeleton(gemma3)
+    with pytest.raises(UsageError, match=says) as raised:
+        make_plan(skeleton, parse_recipe(text, "mine.yaml"))
+    assert advice in raised.value.next_step
+
+
+def test_a_rule_into_a_tower_is_refused_by_the_tensors_name(gemma3_multimodal):
+    skeleton, _ = load_skeleton(gemma3_multimodal)
+    with pytest.raises(UsageError, match="matches no linear") as raised:
+        make_plan(skeleton, parse_recipe(rule("['re:vision_tower.*']"), "mine.yaml"))
+    assert "vision_tower.vision_model" in raised.value.next_step
+
+
+def test_a_group_size_that_does_not_divide_is_refused_by_the_tensors_name(tmp_path):
+    from tests.models.gemma3 import build_gemma3_text
+
+    skeleton, _ = load_skeleton(build_gemma3_text(tmp_path / "model", intermediate_size=224))
+    with pytest.raises(UsageError, match=r"group_size 128 doesn't divide the 224 inputs of model\.layers\.0\.mlp\.down_proj") as raised:
+        make_plan(skeleton, load_recipe("w4a16"))
+    assert "32" in raised.value.next_step
+
+
+def test_the_first_rule_that_matches_wins(gemma3):
+    skeleton, _ = load_skeleton(gemma3)
+    text = GOOD.replace("rules:", "rules:\n  - match: ['re:.*layers.1.mlp.*']\n    scheme: keep")
+    plan = make_plan(skeleton, parse_recipe(text, "mine.yaml"))
+    assert {matrix.module for matrix in plan.kept} == {f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")} | {"lm_head"}
+
+
+def test_the_head_option_adds_replaces_and_removes_the_heads_rule(gemma3):
+    skeleton, _ = load_skeleton(gemma3)
+    plan = make_plan(skeleton, with_head(load_recipe("w4a16"), "int4"))
+    assert plan.quantized_matrices["lm_head"].scheme.label() == "int4 channel"
+    assert "lm_head" not in make_plan(skeleton, with_head(with_head(load_recipe("w4a16"), "int8"), "keep")).quantized_matrices
+    with pytest.raises(UsageError, match="--lm-head is 'int5'"):
+        with_head(load_recipe("w4a16"), "int5")
+
+
+def test_a_plan_covers_every_tensor_of_the_source_once(gemma3_multimodal):
+    skeleton, reader = load_skeleton(gemma3_multimodal)
+    plan = make_plan(skeleton, load_recipe("w4a16"))
+    replaced = {matrix.tensor for matrix in plan.quantized_matrices and [m for unit in plan.units for m in unit.matrices]}
+    assert {spec.name for spec in plan.copied} | replaced == set(reader.tensors)
+    assert not {spec.name for spec in plan.copied} & replaced
+    assert len(replaced) == 4 * 7
