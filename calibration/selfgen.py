@@ -22,7 +22,7 @@ from typing import Any
 from gemq import output
 from gemq.atomic import disk_errors, write_file
 from gemq.calibration.sets import CalibrationSet, digest
-from gemq.calibration.tokenize import encode_text, load_tokenizer, read_config, read_limits, short
+from gemq.calibration.tokenize import encode_text, load_tokenizer, read_config, read_limits, short, text_config
 from gemq.demo import cache_root
 from gemq.errors import IntegrityError, Interrupted, UsageError
 from gemq.shards import ShardReader
@@ -124,8 +124,7 @@ def read_prompt(model_dir: Path) -> Prompt:
         raise UsageError(f"the tokenizer in {model_dir} has neither BOS nor a chat template to start a text with", "use a calibration file")
     ends = (config.get("eos_token_id"), _generation_config(model_dir).get("eos_token_id"), limits.eos, transition[:1])
     stops = {token for end in ends for token in _ids(end)}
-    text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
-    named = [value for part in (config, text_config) for name, value in part.items() if _PLACEHOLDER.fullmatch(name)]
+    named = [value for part in (config, text_config(config)) for name, value in part.items() if _PLACEHOLDER.fullmatch(name)]
     masked = {*_ids(named), *_ids(limits.bos), *_ids(tokenizer.pad_token_id)} - stops
     beyond = [token for token in (*prefix, *transition) if token >= limits.vocab_size]
     if beyond:
@@ -164,7 +163,7 @@ def compute_dtype(device: str) -> str:
 
 def rows_at_once(config: dict[str, Any], length: int, dtype: str, device_kind: str) -> int:
     """How many windows to generate together: BATCH, or fewer so that their keys and values fit CACHE_BYTES."""
-    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    text = text_config(config)
     heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or 1
     head_dim = max(text.get("head_dim") or 256, text.get("global_head_dim") or 0)
     bytes_per_token = 2 * (text.get("num_hidden_layers") or 1) * heads * head_dim * (4 if dtype == "float32" else 2)

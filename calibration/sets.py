@@ -108,7 +108,7 @@ def load_calibration(spec: str, *, model_dir: Path, samples: int, length: int, s
     if path.is_file():
         documents = reader.known_ids(CalibrationSet.load(path).windows, path.name) if _is_saved_set(path) else reader.file_documents(path)
         described: dict[str, Any] = {"kind": "file", "name": path.name, "file_sha256": _file_sha256(path)}
-    elif path.is_dir() or (hub.HUB_ID.fullmatch(spec) and not _looks_like_file(spec)):
+    elif (spec and path.is_dir()) or (hub.HUB_ID.fullmatch(spec) and not _looks_like_file(spec)):
         dataset, described = hub.open_dataset(spec, split)
         documents = reader.dataset_documents(dataset, described["name"], seed)
     elif _looks_like_file(spec):

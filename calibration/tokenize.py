@@ -42,6 +42,12 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     return config
 
 
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config that describes the decoder: `text_config` in multimodal models, else all of it."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
 def read_limits(model_dir: Path, tokenizer: Any | None = None) -> TokenLimits:
     """Vocabulary size, longest sequence, BOS and EOS of a checkpoint.
 
@@ -49,8 +55,7 @@ def read_limits(model_dir: Path, tokenizer: Any | None = None) -> TokenLimits:
     given, its BOS and EOS count. Raises UsageError if there is no vocabulary size.
     """
     config = read_config(model_dir)
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
-    merged = {**config, **{key: value for key, value in text.items() if value is not None}}
+    merged = {**config, **{key: value for key, value in text_config(config).items() if value is not None}}
     size = merged.get("vocab_size")
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise UsageError(f"{model_dir / 'config.json'} has vocab_size {size!r}, a positive number is needed",

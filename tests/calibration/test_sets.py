@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from gemq.calibration import hub
 from gemq.calibration.sets import CalibrationSet, digest, load_calibration
 from gemq.calibration.tokenize import load_tokenizer
 from gemq.errors import IntegrityError, UsageError
-from hypothesis import given
-from hypothesis import strategies as st
 
 BOS, EOS = 2, 1
 TEXTS = [f"The miller wrote the number {number} into a book, and the river below the mill froze." for number in range(12)]
@@ -263,7 +264,8 @@ def test_too_short_a_set_says_how_many_windows_there_were(tmp_path: Path, base_m
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"samples": 0}, "--samples 0"), ({"samples": -3}, "--samples -3"), ({"length": 1}, "--length 1"), ({"length": 4097}, "takes 2 to 4096 tokens"),
+    ({"samples": 0}, "--samples 0"), ({"samples": -3}, "--samples -3"), ({"length": 1}, "--length 1"),
+    ({"length": 4097}, "takes 2 to 4096 tokens"),
 ])  # fmt: skip
 def test_samples_and_lengths_that_can_not_be_are_refused(tmp_path: Path, base_model: Path, options: dict[str, int], message: str) -> None:
     with pytest.raises(UsageError, match=message):
@@ -271,8 +273,9 @@ def test_samples_and_lengths_that_can_not_be_are_refused(tmp_path: Path, base_mo
 
 
 @pytest.mark.parametrize(("spec", "message"), [
-    ("missing.txt", "no calibration file missing.txt"), ("./data/missing.jsonl", "no calibration file"), ("data/missing.jsonl", "no calibration file"),
-    ("wikitext", "neither self, nor a file, nor a data set"), ("", "neither self"), ("a/b/c", "neither self"),
+    ("missing.txt", "no calibration file missing.txt"), ("./data/missing.jsonl", "no calibration file"),
+    ("data/missing.jsonl", "no calibration file"), ("wikitext", "neither self, nor a file"),
+    ("", "neither self"), ("a/b/c", "neither self"),
 ])  # fmt: skip
 def test_a_spec_that_names_nothing_is_refused(base_model: Path, spec: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):

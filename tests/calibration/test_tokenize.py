@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from gemq.calibration.tokenize import (
     SHORTEST_WINDOW,
     TokenLimits,
@@ -17,8 +20,6 @@ from gemq.calibration.tokenize import (
     read_limits,
 )
 from gemq.errors import UsageError
-from hypothesis import given
-from hypothesis import strategies as st
 
 BOS, EOS = 2, 1
 LIMITS = TokenLimits(vocab_size=100, max_length=64, bos=BOS, eos=EOS)
@@ -168,7 +169,7 @@ def test_a_chat_is_rendered_by_the_model_s_template_with_one_bos_in_its_window(c
 
 
 def test_a_chat_without_a_template_is_refused(base_model: Path) -> None:
-    with pytest.raises(UsageError, match="line 3 holds chat messages, .* no chat template"):
+    with pytest.raises(UsageError, match=r"line 3 holds chat messages, .* no chat template"):
         encode_messages(load_tokenizer(base_model), [{"role": "user", "content": "hello"}], "line 3")
 
 
@@ -185,5 +186,5 @@ def test_malformed_chats_are_refused_by_line(chat_model: Path, messages: object)
 def test_what_the_template_refuses_is_said_by_line(chat_model: Path) -> None:
     tokenizer = load_tokenizer(chat_model)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(UsageError, match="line 2: the model's chat template refuses these messages .*roles must alternate"):
+    with pytest.raises(UsageError, match=r"line 2: the model's chat template refuses these messages .*roles must alternate"):
         encode_messages(tokenizer, [{"role": "user", "content": "x"}], "line 2")
