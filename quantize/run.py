@@ -100,6 +100,8 @@ class _Run:
             "calibration": job.calibration.sha256 if job.calibration and needs else None,
             "seed": job.seed,
             "device": torch.device(job.device).type,
+            # how a CPU's matrix products are split decides their last bits
+            "threads": torch.get_num_threads() if torch.device(job.device).type == "cpu" else None,
             "versions": versions(),
         }
         self.directory = partial / "checkpoint"

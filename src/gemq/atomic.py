@@ -119,8 +119,8 @@ def disk_errors(where: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StoppedSafely(f"no space left on the disk that holds {where}",
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise StoppedSafely(f"no space left on the disk that holds {where} ({error.strerror})",
                                 "free some space and run the same command again") from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise UsageError(f"can't write to {error.filename or where}: {error.strerror}", "choose an --output that you may write to") from error

@@ -1,0 +1,172 @@
+"""Killed anywhere, on a full disk, with damaged state: no checkpoint or a whole one, and a resumed run gives the same bytes."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gemq import atomic
+from gemq.errors import StoppedSafely, UsageError
+from gemq.quantize import run as quantize_run
+from gemq.quantize.seal import check_seal
+from tests.models.gemma3 import build_gemma3_text
+from tests.quantize.crash_child import Ended, limit_file_size, run_child
+from tests.quantize.small_jobs import make_job, run_job
+
+RECIPE = "w4a16-g32"
+# (write point, its occurrence): every kind of instant between two changes on disk
+POINTS = [
+    ("file-staged:journal.json", 1), ("file-written:journal.json", 1), ("allocated", 1), ("copied", 1), ("file-staged:journal.json", 2),
+    ("file-written:journal.json", 2), ("written:layers.0.self_attn.qkv_proj", 1), ("written:layers.0.mlp.down_proj", 1), ("solved:layer 0", 1),
+    ("file-written:journal.json", 3), ("written:layers.1.self_attn.o_proj", 1), ("solved:layer 1", 1), ("file-written:journal.json", 4),
+    ("companions-copied", 1), ("file-staged:config.json", 1), ("file-written:recipe.yaml", 1), ("file-written:gemq.json", 1), ("modes-set", 1),
+    ("sealed", 1), ("before-publish", 1), ("published", 1),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_gemma3_text(tmp_path_factory.mktemp("crash") / "model", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return child(source, tmp_path_factory.mktemp("whole") / "out").seal
+
+
+def child(source: Path, out: Path, die_at: str = "", nth: int = 1, resume: str = "auto", before: Callable[[], None] | None = None) -> Ended:
+    return run_child(source, out, RECIPE, die_at=die_at, nth=nth, resume=resume, before=before)
+
+
+def test_the_points_tested_are_all_the_points_there_are(source, tmp_path):
+    seen = Counter(child(source, tmp_path / "out").points)
+    tested = {name for name, _ in POINTS}
+    kinds = {name.rpartition(":")[0] + ":" if name.startswith(("written:", "solved:")) else name for name in seen}
+    assert kinds <= {name.rpartition(":")[0] + ":" if name.startswith(("written:", "solved:")) else name for name in tested} | {
+        "file-written:config.json", "file-staged:recipe.yaml", "file-staged:gemq.json", "file-staged:gemq.seal.json", "file-written:gemq.seal.json"}
+    assert all(seen[name] >= nth for name, nth in POINTS)
+    assert len(POINTS) >= 12
+
+
+@pytest.mark.parametrize(("point", "nth"), POINTS, ids=[f"{name}-{nth}" for name, nth in POINTS])
+def test_killed_at_a_write_point_there_is_no_output_or_a_whole_one_and_the_next_run_gives_the_same_bytes(source, undisturbed, tmp_path, point, nth):
+    out = tmp_path / "out"
+    killed = child(source, out, point, nth)
+    assert killed.code == -9, killed.stderr
+    if out.exists():
+        assert point == "published"
+    else:
+        again = child(source, out)
+        assert again.code == 0, again.stderr
+        assert again.seal == undisturbed
+    assert check_seal(out) == []
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "out") in ([], ["out.partial"], ["out.partial", "out.partial.lock"])
+
+
+def test_a_resumed_run_does_not_solve_again_what_was_finished(source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    assert child(source, out, "solved:layer 1").code == -9
+    solved = []
+    original = quantize_run._Run._solve_unit
+
+    def counted(self, unit, weights, hessian):
+        solved.append(unit.name)
+        return original(self, unit, weights, hessian)
+
+    monkeypatch.setattr(quantize_run._Run, "_solve_unit", counted)
+    torch.set_num_threads(1)
+    run_job(source, out, RECIPE)
+    assert {name.split(".")[1] for name in solved} == {"1"}
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("where", [0.02, 0.3, 0.5, 0.7, 0.9, 0.99])
+def test_state_that_was_changed_costs_work_and_never_truth(source, undisturbed, tmp_path, where):
+    out = tmp_path / "out"
+    assert child(source, out, "written:layers.1.self_attn.o_proj").code == -9
+    shard = atomic.partial_of(out) / "checkpoint" / "model.safetensors"
+    flip(shard, 8 + int((shard.stat().st_size - 9) * where))
+    assert child(source, out).seal == undisturbed
+
+
+@pytest.mark.parametrize("where", [0.01, 0.4, 0.8])
+def test_a_damaged_journal_is_noticed_and_the_run_starts_over(source, undisturbed, tmp_path, where):
+    out = tmp_path / "out"
+    assert child(source, out, "written:layers.1.self_attn.o_proj").code == -9
+    journal = atomic.partial_of(out) / "journal.json"
+    flip(journal, int(journal.stat().st_size * where))
+    again = child(source, out)
+    assert again.seal == undisturbed
+    assert "starting over" in again.stderr
+
+
+def test_an_unfinished_run_with_other_options_is_not_mixed_up_nor_thrown_away(source, undisturbed, tmp_path):
+    out = tmp_path / "out"
+    assert child(source, out, "solved:layer 1").code == -9
+    torch.set_num_threads(1)
+    with pytest.raises(UsageError, match="with another seed"):
+        run_job(source, out, RECIPE, seed=1)
+    assert child(source, out).seal == undisturbed
+
+
+def test_resume_required_needs_a_run_and_resume_never_discards_one(source, undisturbed, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(UsageError, match="holds no unfinished quantization"):
+        run_job(source, out, RECIPE, resume="required")
+    assert child(source, out, "solved:layer 1").code == -9
+    again = child(source, out, resume="never")
+    assert again.seal == undisturbed
+    assert "going on" not in again.stderr
+
+
+def test_two_runs_cannot_build_one_output(source, tmp_path):
+    out = tmp_path / "out"
+    with atomic.locked(atomic.partial_of(out)), pytest.raises(UsageError, match="another gemq is building"):
+        run_job(source, out, RECIPE)
+
+
+def test_an_output_that_cannot_fit_is_refused_before_any_work(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(UsageError, match="free"):
+        run_job(source, tmp_path / "out", RECIPE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fills_up_stops_safely_and_the_next_run_finishes(source, undisturbed, tmp_path, monkeypatch):
+    """The write of the second layer meets ENOSPC, as a real file system reports it."""
+    torch.set_num_threads(1)  # as in the child
+    job = make_job(source, tmp_path / "out", RECIPE)
+    original = quantize_run.ShardWriter.write_rows
+
+    def full(self, name, first, rows):
+        if ".layers.1.mlp" in name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(self, name, first, rows)
+
+    monkeypatch.setattr(quantize_run.ShardWriter, "write_rows", full)
+    with pytest.raises(StoppedSafely, match="no space left") as raised:
+        quantize_run.quantize(job)
+    assert raised.value.exit_code == 75
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    assert child(source, tmp_path / "out").seal == undisturbed
+
+
+def test_a_really_full_disk_leaves_nothing_half_written(source, tmp_path):
+    """A file size limit makes the kernel itself refuse the bytes."""
+    out = tmp_path / "out"
+    stopped = child(source, out, before=limit_file_size)
+    assert stopped.code == 75, stopped.stderr
+    assert "no space left" in stopped.stderr
+    assert not out.exists()
