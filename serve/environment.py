@@ -31,9 +31,11 @@ NEEDED_BYTES = {"cpu": 4_000_000_000, "gpu": 14_000_000_000}
 # - torchvision's wheel is built for CUDA: its C library doesn't load beside a CPU torch, and without the operators that it would declare
 #   `import torchvision` fails, and with it every model of vLLM that takes images. Its transforms are plain torch and work; a call of the
 #   operators themselves still ends in torchvision's own error.
-# - The convolution of Gemma 4's audio tower hands transposed activations to its last linear, and vLLM's CPU kernels (oneDNN, and the packed
-#   ones on AMX) take only rows that lie in one piece: "Expected a.stride(-1) == 1", and the worker ends at its first recording. With
-#   bfloat16 on a CPU without AVX-512 vLLM falls back to torch's linear, which is why the same model works there.
+# - vLLM makes Gemma 4's audio tower in the dtype that audio_config names, and its linears in the dtype that it serves in. Where the two
+#   differ (--dtype float32, say), its oneDNN linear takes the activations for what they are not and reads behind their end: the worker
+#   dies of a signal at its first recording, often while it warms up.
+# - The convolution there hands transposed activations to its last linear, and vLLM's CPU kernels take only rows that lie in one piece:
+#   "Expected a.stride(-1) == 1". With bfloat16 on a CPU without AVX-512 vLLM falls back to torch's linear, and nothing of this shows.
 ENCODER_MEND = '''"""Lets vLLM for CPUs run the image and audio encoders; gemq's serve/environment.py wrote it and gives the reasons."""
 
 import importlib.machinery
@@ -61,7 +63,11 @@ class _Mends:
         def exec_module(module):
             run(module)
             linear = module.cpu_unquantized_gemm
-            module.cpu_unquantized_gemm = lambda layer, x, weight, bias=None: linear(layer, x.contiguous(), weight, bias)
+
+            def cpu_unquantized_gemm(layer, x, weight, bias=None):
+                return linear(layer, x.to(weight.dtype).contiguous(), weight, bias).to(x.dtype)
+
+            module.cpu_unquantized_gemm = cpu_unquantized_gemm
 
         spec.loader.exec_module = exec_module
         return spec
@@ -92,10 +98,9 @@ from torchvision.transforms import v2
 from vllm.platforms import current_platform
 import vllm.entrypoints.openai.api_server
 import vllm.model_executor.layers.utils as linears
-seen = []
-layer = type("Layer", (), {"cpu_linear": staticmethod(lambda x, weight, bias: seen.append(x.is_contiguous()))})
-linears.cpu_unquantized_gemm(layer, torch.zeros(4, 3).t(), None)
-assert seen == [True], "the linears are not mended"
+layer = type("Layer", (), {"cpu_linear": staticmethod(lambda x, weight, bias: x if x.is_contiguous() else None)})
+mended = linears.cpu_unquantized_gemm(layer, torch.ones(4, 3, dtype=torch.bfloat16).t(), torch.empty(0))
+assert mended.dtype == torch.bfloat16, "the linears are not mended"
 v2.functional.resize(torch.zeros(3, 4, 4), [2, 2])
 from importlib.metadata import version
 json.dump({"vllm": version("vllm"), "torch": torch.__version__, "torchvision": torchvision.__version__,

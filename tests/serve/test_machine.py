@@ -87,11 +87,18 @@ def test_the_built_environment_has_what_the_encoders_need(vllm_python: Path) -> 
 import json, sys, torch, torchvision
 from torchvision.transforms import v2
 import vllm.model_executor.layers.utils as linears
-seen = []
-layer = type("Layer", (), {"cpu_linear": staticmethod(lambda x, weight, bias: seen.append(x.is_contiguous()))})
-linears.cpu_unquantized_gemm(layer, torch.zeros(4, 3).t(), None)
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(64, 96), requires_grad=False)
+layer = Layer()
+weight = layer.weight.clone()
+linears.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+x = torch.randn(96, 750).bfloat16().t()  # as the audio tower hands it on: transposed, and in another dtype than the weight's
+made = linears.cpu_unquantized_gemm(layer, x, layer.weight)
+right = made.dtype == x.dtype and torch.allclose(made.float(), x.float() @ weight.t(), atol=0.3)
 import importlib.metadata as m
-print(json.dumps([seen, list(v2.functional.resize(torch.zeros(3, 8, 8), [4, 4]).shape), m.version("vllm")]))
+print(json.dumps([right, list(v2.functional.resize(torch.zeros(3, 8, 8), [4, 4]).shape), m.version("vllm")]))
 """
     done = subprocess.run([vllm_python, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == [[True], [3, 4, 4], f"{environment.VLLM_VERSION}+cpu"]
+    assert json.loads(done.stdout.splitlines()[-1]) == [True, [3, 4, 4], f"{environment.VLLM_VERSION}+cpu"]
