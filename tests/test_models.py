@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import subprocess
@@ -212,6 +213,16 @@ def test_any_text_encodes_behind_bos_and_comes_back(built: Callable[[str], Path]
         assert tokenizer.decode(ids[1:]) == text
 
 
+def test_loud_channels_change_the_weights_and_not_the_model(built: Callable[[str], Path]) -> None:
+    folder = built("e2b")
+    (model, _), (loud, _) = load(folder), load(folder)
+    train_gemma4.add_loud_channels(loud.model.language_model, seed=1)
+    changed = {name for name, tensor in loud.state_dict().items() if not torch.equal(tensor, model.state_dict()[name])}
+    assert len(changed) == 4 * 8 + 4 * 6  # two norms, q, k, v, gate, up and down of a layer, less k and v of the shared ones
+    given = inputs.gemma4_inputs(folder, "The river froze, and the wheel stood still.")
+    torch.testing.assert_close(logits(loud, given), logits(model, given), atol=1e-3, rtol=1e-3)
+
+
 def test_real_configs_have_the_published_sizes() -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -234,7 +245,7 @@ def test_the_trained_model_knows_text_and_feels_quantization(shared_data: Path) 
     assert {key: found for key, found in info.items() if found} == {}
     text = (shared_data / "wikitext2-test.txt").read_text(encoding="utf-8")
     rows = train_gemma4.windows(train_gemma4.token_stream(TINY, text[:40_000]))[:24]
-    before = train_gemma4.nats_per_token(model, rows)
-    assert math.exp(before) < report["unigram_perplexity"] / 4
-    assert train_gemma4.round_to_nearest(model) == report["decoder_linears"]
-    assert train_gemma4.nats_per_token(model, rows) > before + 0.005
+    assert math.exp(train_gemma4.nats_per_token(model, rows)) < report["unigram_perplexity"] / 4
+    quantized = copy.deepcopy(model)
+    assert train_gemma4.round_to_nearest(quantized) == report["decoder_linears"] == 65
+    assert train_gemma4.kl_nats_per_token(model, quantized, rows) > 0.01
