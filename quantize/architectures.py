@@ -39,7 +39,10 @@ MODEL_LINEARS = (LinearKind("per_layer_model_projection", "ple", "per_layer_mode
 # Linears inside a decoder layer that are never quantized: a router decides on tiny margins and costs nothing.
 KEPT_LINEARS = ("router.proj",)
 # Matrices stored as one tensor [experts, out, in]; each expert is solved for itself.
-EXPERT_TENSORS = (LinearKind("experts.gate_up_proj", "experts", "experts.gate_up_proj"), LinearKind("experts.down_proj", "experts", "experts.down_proj"))
+EXPERT_TENSORS = (
+    LinearKind("experts.gate_up_proj", "experts", "experts.gate_up_proj"),
+    LinearKind("experts.down_proj", "experts", "experts.down_proj"),
+)
 DECODER_PARTS = ("attention", "mlp", "experts")
 
 
@@ -91,15 +94,19 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
     names = config.get("architectures") or []
     known = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     if known is None:
-        raise UsageError(f"the architecture {', '.join(map(str, names)) or '(none named in config.json)'} is not known",
-                         f"gemq takes {', '.join(ARCHITECTURES)}")
+        raise UsageError(
+            f"the architecture {', '.join(map(str, names)) or '(none named in config.json)'} is not known",
+            f"gemq takes {', '.join(ARCHITECTURES)}",
+        )
     return known
 
 
 def refuse_quantized(config: dict[str, Any]) -> None:
     """Raise UsageError for a checkpoint that is quantized already."""
     if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method", "unknown") if isinstance(config["quantization_config"], dict) else "unknown"
+        method = (
+            config["quantization_config"].get("quant_method", "unknown") if isinstance(config["quantization_config"], dict) else "unknown"
+        )
         raise UsageError(f"the source is quantized already ({method})", "quantize the unquantized checkpoint that it was made from")
 
 
@@ -125,5 +132,8 @@ def check_text_config(text: dict[str, Any]) -> None:
         orphans = sorted(set(types[-shared:]) - set(types[:-shared]))
         if orphans:
             index = next(i for i in range(len(types) - shared, len(types)) if types[i] == orphans[0])
-            raise UsageError(f"layers.{index}.self_attn shares the K/V of an earlier {orphans[0]} layer, and layer_types has none before "
-                             f"layer {len(types) - shared} (num_kv_shared_layers {shared})", "fetch config.json again")
+            raise UsageError(
+                f"layers.{index}.self_attn shares the K/V of an earlier {orphans[0]} layer, and layer_types has none before "
+                f"layer {len(types) - shared} (num_kv_shared_layers {shared})",
+                "fetch config.json again",
+            )

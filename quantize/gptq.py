@@ -15,8 +15,8 @@ import torch
 
 from gemq.errors import IntegrityError
 from gemq.output import warn
-from gemq.quantize.threads import single_thread
 from gemq.quantize.scales import find_scales, integer_range, restore, round_to_scales
+from gemq.quantize.threads import single_thread
 from gemq.recipes.model import Gptq, WeightScheme
 
 _STRIP = 32
@@ -48,7 +48,10 @@ class Hessian:
         upper = torch.triu(self.sum)
         full = (upper + torch.triu(upper, 1).T) / self.rows
         if not torch.isfinite(full).all():
-            raise IntegrityError(f"the inputs of {name} are not finite on the calibration set", "check the source's weights: `gemq eval-ppl` on it should be finite")
+            raise IntegrityError(
+                f"the inputs of {name} are not finite on the calibration set",
+                "check the source's weights: `gemq eval-ppl` on it should be finite",
+            )
         return full
 
 
@@ -72,7 +75,9 @@ def inverse_factor(hessian: torch.Tensor, dampening: float, name: str) -> torch.
             return inverse.to(torch.float32).flip(0, 1)
         damping *= 10
         warn(f"{name}: the Hessian is not positive definite, damping raised to {damping:g} of its mean diagonal")
-    raise IntegrityError(f"{name}: the Hessian can't be factorized even with full damping", "calibrate with more or longer samples, or use method: rtn")
+    raise IntegrityError(
+        f"{name}: the Hessian can't be factorized even with full damping", "calibrate with more or longer samples, or use method: rtn"
+    )
 
 
 @dataclass(frozen=True)
@@ -92,11 +97,17 @@ def factorize(hessian: torch.Tensor, options: Gptq, name: str) -> Factorization:
         hessian = hessian.clone()
         hessian.diagonal()[dead] = importance[~dead].mean() if (~dead).any() else 1.0
     size = hessian.shape[0]
-    order = torch.argsort(importance, descending=True, stable=True) if options.actorder == "static" else torch.arange(size, device=hessian.device)
+    order = (
+        torch.argsort(importance, descending=True, stable=True)
+        if options.actorder == "static"
+        else torch.arange(size, device=hessian.device)
+    )
     return Factorization(order, inverse_factor(hessian[order][:, order], options.dampening, name), importance)
 
 
-def solve(weight: torch.Tensor, factorization: Factorization, scheme: WeightScheme, block_size: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+def solve(
+    weight: torch.Tensor, factorization: Factorization, scheme: WeightScheme, block_size: int = 128
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(stored [out, in], scales [out, groups] float32) of `weight` [out, in] float32.
 
     Rows are independent: those of several modules may be stacked, as long as they read the same input.

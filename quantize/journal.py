@@ -71,8 +71,10 @@ def open_journal(partial: Path, job: dict[str, Any], resume: Resume) -> Journal:
     found = None if resume == "never" else _read(path)
     if found is not None and found["job"] != job:
         changed = sorted(key for key in {*found["job"], *job} if found["job"].get(key) != job.get(key))
-        raise UsageError(f"{partial} holds an unfinished quantization with another {', '.join(changed)}",
-                         "give the same options to finish it, --resume never to discard it, or another --output")
+        raise UsageError(
+            f"{partial} holds an unfinished quantization with another {', '.join(changed)}",
+            "give the same options to finish it, --resume never to discard it, or another --output",
+        )
     if found is None and resume == "required":
         raise UsageError(f"{partial} holds no unfinished quantization", "leave out --resume required")
     if found is None:

@@ -101,8 +101,10 @@ def make_plan(skeleton: Skeleton, recipe: Recipe) -> Plan:
     for rule in recipe.rules:
         matched = [matrix for matrix in skeleton.matrices if _matches(rule, matrix)]
         if not matched and not rule.optional:
-            raise UsageError(f"recipe {recipe.name}: the rule {list(rule.match)} matches no linear of this {skeleton.architecture.name}",
-                             _what_there_is(skeleton, rule))
+            raise UsageError(
+                f"recipe {recipe.name}: the rule {list(rule.match)} matches no linear of this {skeleton.architecture.name}",
+                _what_there_is(skeleton, rule),
+            )
         for matrix in matched:
             chosen.setdefault(matrix.module, None if rule.scheme == "keep" else (rule, rule.scheme))
     units: dict[str, Unit] = {}
@@ -114,9 +116,14 @@ def make_plan(skeleton: Skeleton, recipe: Recipe) -> Plan:
         choices = [chosen.get(matrix.module) for matrix in matrices]
         labels = {choice[1].label() if choice else "as it is" for choice in choices}
         if len(labels) > 1:
-            raise UsageError(f"recipe {recipe.name} splits {name}, which vLLM fuses: " + ", ".join(
-                f"{matrix.module.rpartition('.')[2]} {choice[1].label() if choice else 'as it is'}" for matrix, choice in zip(matrices, choices, strict=True)),
-                "give all of them one scheme")
+            raise UsageError(
+                f"recipe {recipe.name} splits {name}, which vLLM fuses: "
+                + ", ".join(
+                    f"{matrix.module.rpartition('.')[2]} {choice[1].label() if choice else 'as it is'}"
+                    for matrix, choice in zip(matrices, choices, strict=True)
+                ),
+                "give all of them one scheme",
+            )
         if choices[0] is None:
             kept += matrices
             continue
@@ -151,8 +158,11 @@ def _what_there_is(skeleton: Skeleton, rule: Rule) -> str:
         pattern = entry.removeprefix("re:")
         reached = [] if entry in PARTS else [name for name in skeleton.inventory if re.match(pattern, name)]
         if reached:
-            return f"it reaches {reached[0]}, and gemq quantizes only decoder linears: towers, routers, norms and embedders stay as they are"
-    return f"this source has the parts {', '.join(parts)}; patterns match from the start of names like {skeleton.matrices[0].tensor.removesuffix('.weight')}"
+            return (
+                f"it reaches {reached[0]}, and gemq quantizes only decoder linears: towers, routers, norms and embedders stay as they are"
+            )
+    example = skeleton.matrices[0].tensor.removesuffix(".weight")
+    return f"this source has the parts {', '.join(parts)}; patterns match from the start of names like {example}"
 
 
 def _check_shape(recipe: Recipe, matrix: Matrix, scheme: Scheme) -> None:
@@ -160,10 +170,14 @@ def _check_shape(recipe: Recipe, matrix: Matrix, scheme: Scheme) -> None:
     if weights.group_size and matrix.in_features % weights.group_size:
         fitting = [size for size in (128, 64, 32) if matrix.in_features % size == 0]
         advice = f"group sizes that divide it: {', '.join(map(str, fitting))}" if fitting else "use strategy: channel for it"
-        raise UsageError(f"recipe {recipe.name}: group_size {weights.group_size} doesn't divide the {matrix.in_features} inputs of {name}", advice)
+        raise UsageError(
+            f"recipe {recipe.name}: group_size {weights.group_size} doesn't divide the {matrix.in_features} inputs of {name}", advice
+        )
     if matrix.in_features % 32 or matrix.out_features % 32:
-        raise UsageError(f"{name} is {matrix.out_features} x {matrix.in_features}, and vLLM's kernels take multiples of 32",
-                         f"keep it: a rule before the others, match: ['re:{re.escape(name)}'], scheme: keep")
+        raise UsageError(
+            f"{name} is {matrix.out_features} x {matrix.in_features}, and vLLM's kernels take multiples of 32",
+            f"keep it: a rule before the others, match: ['re:{re.escape(name)}'], scheme: keep",
+        )
 
 
 def _unit_name(matrix: Matrix) -> str:

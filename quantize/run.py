@@ -206,8 +206,11 @@ class _Run:
             for first in range(0, matrix.out_features, count):
                 rows = self.reader.read_slice(matrix.tensor, first, min(count, matrix.out_features - first)).to(device).to(torch.float32)
                 require_finite(rows, matrix.tensor)
-                stored, scales = (round_to_nearest(rows, scheme) if factorization is None
-                                  else gptq.solve(rows, factorization, scheme, self.plan.recipe.gptq.block_size))
+                stored, scales = (
+                    round_to_nearest(rows, scheme)
+                    if factorization is None
+                    else gptq.solve(rows, factorization, scheme, self.plan.recipe.gptq.block_size)
+                )
                 difference = rows - restore(stored, scales, scheme)
                 error += (difference.square() if moments is None else (difference @ moments) * difference).sum().item()
                 signal += (rows.square() if moments is None else (rows @ moments) * rows).sum().item()

@@ -41,7 +41,7 @@ class Skeleton:
     architecture: Architecture
     config: dict[str, Any]
     text: Any  # the transformers config of the decoder
-    model: nn.Module
+    model: Any  # nn.Module; torch types its attributes as Tensor | Module
     prefix: str
     head: str
     tied: bool
@@ -49,7 +49,7 @@ class Skeleton:
     matrices: list[Matrix]
 
     @property
-    def decoder(self) -> nn.Module:
+    def decoder(self) -> Any:
         """The text model inside the ...ForCausalLM: embeddings, layers, norm."""
         return self.model.model
 
@@ -73,7 +73,10 @@ class Skeleton:
                 raise IntegrityError(f"the source has no tensor {source}, which its config implies", "fetch or copy the source again")
             expected, found = tuple(self.decoder.layers[index].state_dict()[name].shape), self.inventory[source].shape
             if expected != found:
-                raise IntegrityError(f"{source} has the shape {list(found)}, its config implies {list(expected)}", "fetch config.json and weights of one revision")
+                raise IntegrityError(
+                    f"{source} has the shape {list(found)}, its config implies {list(expected)}",
+                    "fetch config.json and weights of one revision",
+                )
         return names
 
     def redundant_kv(self) -> list[str]:
@@ -86,9 +89,9 @@ class Skeleton:
         return found
 
 
-def build_text_model(config: dict[str, Any]) -> tuple[nn.Module, Any]:
+def build_text_model(config: dict[str, Any]) -> tuple[Any, Any]:
     """The decoder as a ...ForCausalLM on the meta device, with its transformers config; raises UsageError if the config can't be built."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     row = architectures.architecture_of(config)
@@ -103,7 +106,6 @@ def build_text_model(config: dict[str, Any]) -> tuple[nn.Module, Any]:
             model = AutoModelForCausalLM.from_config(text, dtype=torch.float32)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ZeroDivisionError) as error:
         raise UsageError(f"transformers can't build the decoder from this config.json: {error!r}", "fetch config.json again") from None
-    del AutoConfig
     return model.eval(), text
 
 
@@ -119,7 +121,11 @@ def full_inventory(config: dict[str, Any]) -> dict[str, TensorSpec]:
     with torch.device("meta"):
         model = getattr(transformers, row.name)._from_config(whole, dtype=dtype)
     tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
-    return {name: TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in model.state_dict().items() if name not in tied}
+    return {
+        name: TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+        for name, tensor in model.state_dict().items()
+        if name not in tied
+    }
 
 
 def _find(row: Architecture, choices: Iterable[str], suffix: str, inventory: Mapping[str, TensorSpec]) -> str | None:
@@ -140,11 +146,15 @@ def load_skeleton(directory: Path) -> tuple[Skeleton, ShardReader | None]:
         inventory = full_inventory(config)
     prefix = _find(row, row.prefixes, "embed_tokens.weight", inventory)
     if prefix is None:
-        raise IntegrityError(f"{directory} has no {row.prefixes[0]}embed_tokens.weight", "fetch the source again: a shard may be missing from its index")
+        raise IntegrityError(
+            f"{directory} has no {row.prefixes[0]}embed_tokens.weight", "fetch the source again: a shard may be missing from its index"
+        )
     head = _find(row, row.head_names, ".weight", inventory)
     tied = head is None
     if tied and not (config.get("tie_word_embeddings", getattr(text, "tie_word_embeddings", True))):
-        raise IntegrityError(f"config.json says that the head is not tied, and {directory} has no {row.head_names[0]}.weight", "fetch the source again")
+        raise IntegrityError(
+            f"config.json says that the head is not tied, and {directory} has no {row.head_names[0]}.weight", "fetch the source again"
+        )
     head = head or row.head_names[row.prefixes.index(prefix)]
     skeleton = Skeleton(row, config, text, model, prefix, head, tied, inventory, [])
     skeleton.matrices = _matrices(skeleton)
@@ -165,7 +175,9 @@ def _matrices(skeleton: Skeleton) -> list[Matrix]:
             if path in kinds:
                 found.append(_linear(skeleton, f"model.layers.{index}.{path}", kinds[path], index, module))
             elif path not in KEPT_LINEARS:
-                raise UsageError(f"layer {index} has a linear {path} that gemq's tables don't name", "report this architecture as an issue of gemq")
+                raise UsageError(
+                    f"layer {index} has a linear {path} that gemq's tables don't name", "report this architecture as an issue of gemq"
+                )
         for kind in EXPERT_TENSORS:
             parent, _, leaf = kind.path.rpartition(".")
             stack = getattr(getattr(layer, parent, None), leaf, None)

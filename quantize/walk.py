@@ -166,7 +166,7 @@ class Walk:
 
     def _matrix_weights(self, walker: Walker, layer: int | None) -> dict[str, torch.Tensor]:
         """Weights of this layer's units that an earlier run solved, by module; those units are not solved again."""
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for unit in self.plan.units:
             if unit.layer == layer and unit.name != "lm_head" and (weights := walker.restored(unit)) is not None:
                 self._solved.add(unit.name)
@@ -219,10 +219,14 @@ def require_finite(value: torch.Tensor, tensor: str) -> None:
     """Raise IntegrityError if `value`, read from `tensor`, holds a NaN or an infinity."""
     if not torch.isfinite(value).all():
         bad = int((~torch.isfinite(value)).sum())
-        raise IntegrityError(f"{tensor} holds {bad} of {value.numel()} values that are NaN or infinite", "the source is damaged: fetch it again")
+        raise IntegrityError(
+            f"{tensor} holds {bad} of {value.numel()} values that are NaN or infinite", "the source is damaged: fetch it again"
+        )
 
 
-def load_layer(skeleton: Skeleton, reader: ShardReader, index: int, device: torch.device, replaced: dict[str, torch.Tensor] | None = None) -> None:
+def load_layer(
+    skeleton: Skeleton, reader: ShardReader, index: int, device: torch.device, replaced: dict[str, torch.Tensor] | None = None
+) -> None:
     """Give layer `index` its weights, in float32; `replaced` maps modules to weights that stand for the source's."""
     replaced = replaced or {}
     state = {}
@@ -235,6 +239,7 @@ def load_layer(skeleton: Skeleton, reader: ShardReader, index: int, device: torc
 def prepare_decoder(skeleton: Skeleton, reader: ShardReader, device: torch.device, replaced: dict[str, torch.Tensor] | None = None) -> None:
     """Give the decoder everything outside its layers: embeddings that read from the source, norms, rotary tables, the PLE projection."""
     decoder, replaced = skeleton.decoder, replaced or {}
+    child: Any
     for name, child in list(decoder.named_children()):
         if name == "layers":
             continue
@@ -247,7 +252,9 @@ def prepare_decoder(skeleton: Skeleton, reader: ShardReader, device: torch.devic
             state = {}
             for key in child.state_dict():
                 weight = replaced.get(f"model.{name}") if key == "weight" else None
-                state[key] = finite_float32(reader, skeleton.source_name(f"model.{name}.{key}"), device) if weight is None else weight.to(device)
+                state[key] = (
+                    finite_float32(reader, skeleton.source_name(f"model.{name}.{key}"), device) if weight is None else weight.to(device)
+                )
             _assign(child, state)
 
 

@@ -36,7 +36,9 @@ class WeightScheme(_Frozen):
     @model_validator(mode="after")
     def _is_servable(self) -> WeightScheme:
         if self.strategy == "group" and self.group_size not in MARLIN_GROUP_SIZES:
-            raise ValueError(f"group_size is {self.group_size}, vLLM's kernels take {', '.join(map(str, MARLIN_GROUP_SIZES))} (or strategy: channel)")
+            raise ValueError(
+                f"group_size is {self.group_size}, vLLM's kernels take {', '.join(map(str, MARLIN_GROUP_SIZES))} (or strategy: channel)"
+            )
         if self.strategy == "channel" and self.group_size is not None:
             raise ValueError("strategy: channel takes no group_size")
         if self.type == "float" and (self.num_bits, self.strategy) != (8, "channel"):
@@ -87,7 +89,9 @@ class Scheme(_Frozen):
 
     def label(self) -> str:
         """A short name with the activations where they are quantized."""
-        return self.weights.label() + ("" if self.input_activations is None else f", {'fp8' if self.input_activations.type == 'float' else 'int8'} inputs")
+        return self.weights.label() + (
+            "" if self.input_activations is None else f", {'fp8' if self.input_activations.type == 'float' else 'int8'} inputs"
+        )
 
 
 class Rule(_Frozen):
@@ -111,8 +115,8 @@ class Gptq(_Frozen):
     """Options of the GPTQ solver (Frantar et al. 2022)."""
 
     actorder: Literal["static", "none"] = "static"
-    dampening: float = Field(0.01, gt=0, le=1)
-    block_size: int = Field(128, ge=1, le=4096)
+    dampening: float = Field(default=0.01, gt=0, le=1)
+    block_size: int = Field(default=128, ge=1, le=4096)
 
 
 class Recipe(_Frozen):
@@ -148,7 +152,9 @@ def load_recipe(name_or_path: str) -> Recipe:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"recipe {path} can't be read: {error}", f"give a YAML file, or one of {', '.join(built_in_names())}") from None
+            raise UsageError(
+                f"recipe {path} can't be read: {error}", f"give a YAML file, or one of {', '.join(built_in_names())}"
+            ) from None
         return parse_recipe(text, str(path))
     if name_or_path not in built_in_names():
         raise UsageError(f"there is no recipe {name_or_path!r}", f"choose one of {', '.join(built_in_names())}, or give a YAML file")
@@ -175,7 +181,9 @@ def parse_recipe(text: str, origin: str) -> Recipe:
     try:
         data = yaml.load(text, _StrictLoader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise UsageError(f"recipe {origin} is no valid YAML: {error}", "mend the file: `gemq recipes show w4a16` prints one that works") from None
+        raise UsageError(
+            f"recipe {origin} is no valid YAML: {error}", "mend the file: `gemq recipes show w4a16` prints one that works"
+        ) from None
     if not isinstance(data, dict):
         raise UsageError(f"recipe {origin} must be a mapping with version, name, summary and rules", "`gemq recipes show w4a16` prints one")
     try:

@@ -120,10 +120,13 @@ def disk_errors(where: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise StoppedSafely(f"no space left on the disk that holds {where} ({error.strerror})",
-                                "free some space and run the same command again") from error
+            raise StoppedSafely(
+                f"no space left on the disk that holds {where} ({error.strerror})", "free some space and run the same command again"
+            ) from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            raise UsageError(f"can't write to {error.filename or where}: {error.strerror}", "choose an --output that you may write to") from error
+            raise UsageError(
+                f"can't write to {error.filename or where}: {error.strerror}", "choose an --output that you may write to"
+            ) from error
         raise
 
 
@@ -134,5 +137,7 @@ def require_space(where: Path, needed_bytes: int) -> None:
         probe = probe.parent
     free = shutil.disk_usage(probe).free
     if free < needed_bytes:
-        raise UsageError(f"{where} needs {needed_bytes / 1e9:.2f} GB of disk, and {free / 1e9:.2f} GB are free",
-                         "free some space, or choose an --output on another disk")
+        raise UsageError(
+            f"{where} needs {needed_bytes / 1e9:.2f} GB of disk, and {free / 1e9:.2f} GB are free",
+            "free some space, or choose an --output on another disk",
+        )

@@ -20,5 +20,7 @@ def choose(name: str) -> str:
     if device.type != "cuda":
         raise UsageError(f"--device is {name!r}", "give auto, cpu, cuda or cuda:N")
     if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices", "use --device cpu, or install a CUDA build of torch")
+        raise UsageError(
+            f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices", "use --device cpu, or install a CUDA build of torch"
+        )
     return name

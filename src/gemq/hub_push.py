@@ -108,7 +108,7 @@ def _prepare(api: HfApi, repo: str, private: bool, branch: str | None) -> str:
     return head
 
 
-def _upload(api: HfApi, repo: str, branch: str | None, additions: list, files: list[SealedFile]) -> None:  # type: ignore[type-arg]
+def _upload(api: HfApi, repo: str, branch: str | None, additions: list, files: list[SealedFile]) -> None:
     with output.progress(f"pushing to {repo}", sum(file.size for file in files) // 1_000_000, "MB") as advance:
         sent = 0
         for addition, file in zip(additions, files, strict=True):
@@ -125,7 +125,7 @@ def _files_of(api: HfApi, repo: str, revision: str) -> dict[str, object]:
 
 def repository_differences(api: HfApi, repo: str, commit: str, checkpoint: Path, files: list[SealedFile]) -> list[Difference]:
     """Where the repository's hashes, as its API states them, are not the seal's: SHA-256 of LFS objects, git's blob ids of small files."""
-    present: dict = _files_of(api, repo, commit)  # type: ignore[type-arg]
+    present: dict = _files_of(api, repo, commit)
     extra = sorted(set(present) - {file.path for file in files} - HUB_FILES)
     differences = [Difference(path, "is in the repository and not in the seal") for path in extra]
     for file in files:

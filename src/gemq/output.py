@@ -77,8 +77,16 @@ def progress(label: str, total: int, unit: str = "") -> Iterator[Callable[..., N
     if not _err.is_terminal or mode.quiet:
         yield _plain_progress(label, total, unit)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeElapsedColumn(),
-               TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[detail]}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[detail]}"),
+    )
     with Progress(*columns, console=_err, transient=True) as bar:
         task = bar.add_task(escape(label), total=total, detail="")
 

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -115,6 +116,12 @@ def _tensor_info(path: Path, base: int, name: str, entry: object, broken) -> Ten
     return TensorInfo(name, dtype, tuple(shape), path, base + offsets[0], nbytes)
 
 
+def _bytes_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a contiguous uint8 tensor on the CPU."""
+    array: Any = flat.numpy()
+    return memoryview(array).cast("B")
+
+
 class ShardReader:
     """The tensors of a checkpoint directory by name; opens each shard once and never maps it."""
 
@@ -129,7 +136,9 @@ class ShardReader:
                 raise IntegrityError(f"{path} lacks {missing[0]}, which {INDEX_FILE} places there", "fetch or copy the checkpoint again")
             for name, info in header.items():
                 if name in self.tensors:
-                    raise IntegrityError(f"{name} stands in {self.tensors[name].path.name} and in {path.name}", "fetch the checkpoint again")
+                    raise IntegrityError(
+                        f"{name} stands in {self.tensors[name].path.name} and in {path.name}", "fetch the checkpoint again"
+                    )
                 self.tensors[name] = info
 
     @property
@@ -165,7 +174,9 @@ class ShardReader:
         try:
             return self.tensors[name]
         except KeyError:
-            raise IntegrityError(f"{self.directory} has no tensor {name}", "check that the checkpoint is whole and of the architecture it claims") from None
+            raise IntegrityError(
+                f"{self.directory} has no tensor {name}", "check that the checkpoint is whole and of the architecture it claims"
+            ) from None
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor `name`, in its stored dtype, in memory of its own."""
@@ -199,7 +210,7 @@ class ShardReader:
         descriptor = self._descriptors.get(path)
         if descriptor is None:
             descriptor = self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        view = memoryview(out.numpy()).cast("B")
+        view = _bytes_of(out)
         done = 0
         while done < len(view):
             count = os.preadv(descriptor, [view[done:]], offset + done)
@@ -291,7 +302,7 @@ class ShardWriter:
         if DTYPE_NAMES.get(tensor.dtype) != info.dtype or tuple(tensor.shape) != info.shape:
             raise ValueError(f"{name} was planned as {info.dtype} {info.shape}, got {tensor.dtype} {tuple(tensor.shape)}")
         raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-        self._write_at(info.path, info.offset, memoryview(raw.numpy()).cast("B"))
+        self._write_at(info.path, info.offset, _bytes_of(raw))
 
     def write_rows(self, name: str, first: int, rows: torch.Tensor) -> None:
         """Put `rows` at row `first` of the tensor `name`; raises ValueError where they don't fit."""
@@ -299,7 +310,7 @@ class ShardWriter:
         if DTYPE_NAMES.get(rows.dtype) != info.dtype or tuple(rows.shape[1:]) != info.shape[1:] or first + rows.shape[0] > info.shape[0]:
             raise ValueError(f"{name} was planned as {info.dtype} {info.shape}, got rows {first} on of {rows.dtype} {tuple(rows.shape)}")
         raw = rows.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-        self._write_at(info.path, info.offset + first * (info.nbytes // info.shape[0]), memoryview(raw.numpy()).cast("B"))
+        self._write_at(info.path, info.offset + first * (info.nbytes // info.shape[0]), _bytes_of(raw))
 
     def copy(self, reader: ShardReader, name: str, source_name: str | None = None) -> None:
         """Copy a tensor byte for byte from `reader`, in pieces."""
@@ -308,7 +319,7 @@ class ShardWriter:
             raise ValueError(f"{name} was planned as {info.dtype} {info.shape}, the source has {source.dtype} {source.shape}")
         for start in range(0, source.nbytes, _COPY_BYTES):
             piece = reader.read_bytes(source, start, min(_COPY_BYTES, source.nbytes - start))
-            self._write_at(info.path, info.offset + start, memoryview(piece.numpy()).cast("B"))
+            self._write_at(info.path, info.offset + start, _bytes_of(piece))
 
     def _write_at(self, path: Path, offset: int, view: memoryview) -> None:
         descriptor = self._descriptors.get(path)

@@ -41,7 +41,7 @@ map and three letters, and she understood from the size of the figures how cold 
 8, 9, 10 days; 11, 12, 13 sacks; 1874, 1890, 1903. Some of the pages were missing. On others the ink had become so pale that one could read
 them only against the light, where the water mark, a small crown over a wheel, shone through the words. She copied what she could, in a clear
 hand, and at the end of her copy she put the sentence with which her grandfather had closed each year: the water came back, and so did we.
-"""  # noqa: E501
+"""
 
 
 def train_tokenizer(text: str, vocab_size: int, specials: Sequence[str]):  # type: ignore[no-untyped-def]

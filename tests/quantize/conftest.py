@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tests.models.gemma3 import build_gemma3_multimodal, build_gemma3_text
 
 

@@ -29,7 +29,9 @@ class Ended:
     stderr: str
 
 
-def run_child(source: Path, out: Path, recipe: str, *, die_at: str = "", nth: int = 1, resume: str = "auto", before: Callable[[], None] | None = None) -> Ended:
+def run_child(
+    source: Path, out: Path, recipe: str, *, die_at: str = "", nth: int = 1, resume: str = "auto", before: Callable[[], None] | None = None
+) -> Ended:
     """Quantize `source` into `out` in a child that dies at the `nth` passage of the write point `die_at`."""
     with tempfile.TemporaryDirectory() as folder:
         process = _CONTEXT.Process(target=_quantize, args=(folder, source, out, recipe, die_at, nth, resume, before))
@@ -51,12 +53,14 @@ def limit_file_size() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 
 
-def _quantize(folder: str, source: Path, out: Path, recipe: str, die_at: str, nth: int, resume: str, before: Callable[[], None] | None) -> None:
+def _quantize(
+    folder: str, source: Path, out: Path, recipe: str, die_at: str, nth: int, resume: str, before: Callable[[], None] | None
+) -> None:
     import torch
+    from tests.quantize.small_jobs import run_job
 
     from gemq import atomic, output
     from gemq.errors import GemqError
-    from tests.quantize.small_jobs import run_job
 
     torch.set_num_threads(1)
     os.dup2(os.open(f"{folder}/stderr", os.O_WRONLY | os.O_CREAT), 2)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.models.gemma3 import build_gemma3_text
+from tests.quantize.crash_child import Ended, limit_file_size, run_child
+from tests.quantize.small_jobs import make_job, run_job
 
 from gemq import atomic
 from gemq.errors import StoppedSafely, UsageError
 from gemq.quantize import run as quantize_run
 from gemq.quantize.seal import check_seal
-from tests.models.gemma3 import build_gemma3_text
-from tests.quantize.crash_child import Ended, limit_file_size, run_child
-from tests.quantize.small_jobs import make_job, run_job
 
 RECIPE = "w4a16-g32"
 # (write point, its occurrence): every kind of instant between two changes on disk
@@ -32,7 +32,9 @@ POINTS = [
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_gemma3_text(tmp_path_factory.mktemp("crash") / "model", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    return build_gemma3_text(
+        tmp_path_factory.mktemp("crash") / "model", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +51,20 @@ def test_the_points_tested_are_all_the_points_there_are(source, tmp_path):
     tested = {name for name, _ in POINTS}
     kinds = {name.rpartition(":")[0] + ":" if name.startswith(("written:", "solved:")) else name for name in seen}
     assert kinds <= {name.rpartition(":")[0] + ":" if name.startswith(("written:", "solved:")) else name for name in tested} | {
-        "file-written:config.json", "file-staged:recipe.yaml", "file-staged:gemq.json", "file-staged:gemq.seal.json", "file-written:gemq.seal.json"}
+        "file-written:config.json",
+        "file-staged:recipe.yaml",
+        "file-staged:gemq.json",
+        "file-staged:gemq.seal.json",
+        "file-written:gemq.seal.json",
+    }
     assert all(seen[name] >= nth for name, nth in POINTS)
     assert len(POINTS) >= 12
 
 
 @pytest.mark.parametrize(("point", "nth"), POINTS, ids=[f"{name}-{nth}" for name, nth in POINTS])
-def test_killed_at_a_write_point_there_is_no_output_or_a_whole_one_and_the_next_run_gives_the_same_bytes(source, undisturbed, tmp_path, point, nth):
+def test_killed_at_a_write_point_there_is_no_output_or_a_whole_one_and_the_next_run_gives_the_same_bytes(
+    source, undisturbed, tmp_path, point, nth
+):
     out = tmp_path / "out"
     killed = child(source, out, point, nth)
     assert killed.code == -9, killed.stderr
@@ -66,7 +75,11 @@ def test_killed_at_a_write_point_there_is_no_output_or_a_whole_one_and_the_next_
         assert again.code == 0, again.stderr
         assert again.seal == undisturbed
     assert check_seal(out) == []
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "out") in ([], ["out.partial"], ["out.partial", "out.partial.lock"])
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "out") in (
+        [],
+        ["out.partial"],
+        ["out.partial", "out.partial.lock"],
+    )
 
 
 def test_a_resumed_run_does_not_solve_again_what_was_finished(source, tmp_path, monkeypatch):

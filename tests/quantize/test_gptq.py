@@ -35,7 +35,11 @@ def plain_gptq(weight: torch.Tensor, hessian: torch.Tensor, scales: torch.Tensor
     """Algorithm 1 of the paper column by column in float64: the inverse Hessian's Cholesky factor, no blocks, no strips."""
     weight, hessian = weight.double().clone(), hessian.double().clone()
     hessian.diagonal().add_(options.dampening * hessian.diagonal().mean())
-    order = torch.argsort(torch.diagonal(hessian), descending=True, stable=True) if options.actorder == "static" else torch.arange(weight.shape[1])
+    order = (
+        torch.argsort(torch.diagonal(hessian), descending=True, stable=True)
+        if options.actorder == "static"
+        else torch.arange(weight.shape[1])
+    )
     weight, hessian = weight[:, order], hessian[order][:, order]
     factor = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
     group = weight.shape[1] // scales.shape[1]

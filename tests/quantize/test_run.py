@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.quantize.small_jobs import make_job, run_job, windows
 
 from gemq.calibration.sets import CalibrationSet
 from gemq.errors import IntegrityError, UsageError
@@ -20,8 +21,6 @@ from gemq.quantize.verify import verify_against_source
 from gemq.quantize.walk import Walk, Walker
 from gemq.recipes.model import built_in_names, load_recipe
 from gemq.shards import ShardReader
-
-from tests.quantize.small_jobs import make_job, run_job, windows
 
 
 def dequantized_copy(checkpoint: Path, source: Path, recipe, out: Path) -> Path:
@@ -146,7 +145,7 @@ def test_each_unit_is_calibrated_on_the_outputs_of_what_was_quantized_before_it(
         return [torch.zeros_like(weight) if unit.layer == 0 else weight for weight in weights]
 
     walk.run(Walker(lambda unit: None, solve, lambda index: None))
-    skeleton, reader = load_skeleton(gemma3)
+    _, reader = load_skeleton(gemma3)
     state = {name: reader.read(name).float() for name in reader.tensors}
     for matrix in job.plan.quantized_matrices:
         if ".layers.0." in matrix:

@@ -23,8 +23,9 @@ DEFAULT_MODEL = "google/gemma-4-E4B-it"
 def quantize(
     model: Annotated[str, typer.Argument(help="A directory, a Hub id, or the demo model gemma-3-270m.")] = DEFAULT_MODEL,
     recipe: Annotated[str, typer.Option(help="A built-in recipe (`gemq recipes ls`) or a YAML file.")] = "w4a16",
-    output_directory: Annotated[Path | None, typer.Option("--output", "-o", help="The checkpoint's directory; it must not exist. "
-                                                          "Default: MODEL-RECIPE here.")] = None,
+    output_directory: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The checkpoint's directory; it must not exist. Default: MODEL-RECIPE here.")
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
     calibration: Annotated[str, typer.Option(help="self (the model's own samples), a .txt or .jsonl file, or a Hub data set.")] = "self",
     samples: Annotated[int, typer.Option(min=1, help="Calibration windows.")] = 128,
@@ -33,8 +34,9 @@ def quantize(
     column: Annotated[str | None, typer.Option(help="The data set's column.")] = None,
     pack: Annotated[bool, typer.Option("--pack", help="Let windows run over the ends of documents.")] = False,
     lm_head: Annotated[str | None, typer.Option(help="Quantize an untied head too: int4, int8, or keep.")] = None,
-    eval_data: Annotated[str, typer.Option(help="Where to measure perplexity afterwards: self (fresh samples of the source), "
-                                           "a .txt or .jsonl, or none.")] = "self",
+    eval_data: Annotated[
+        str, typer.Option(help="Where to measure perplexity afterwards: self (fresh samples of the source), a .txt or .jsonl, or none.")
+    ] = "self",
     eval_records: Annotated[int, typer.Option(min=1, help="Records or windows to measure on.")] = 16,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda or cuda:N.")] = "auto",
@@ -79,8 +81,17 @@ def quantize(
 
     windows = None
     if used.needs_calibration:
-        windows = load_calibration(calibration, model_dir=source.directory, samples=samples, length=length, seed=seed, split=split,
-                                   column=column, pack=pack, device=chosen)
+        windows = load_calibration(
+            calibration,
+            model_dir=source.directory,
+            samples=samples,
+            length=length,
+            seed=seed,
+            split=split,
+            column=column,
+            pack=pack,
+            device=chosen,
+        )
     outcome = make_checkpoint(Job(source, plan, reader, windows, target, seed, chosen, resume))  # type: ignore[arg-type]
     measured = None if measure_on is None else _measure(outcome, source, measure_on, eval_records, length, seed, chosen)
     _show_outcome(outcome, plan, measured)
@@ -101,7 +112,9 @@ def _measure(outcome: Outcome, source: Source, data: str, records: int, length: 
     from gemq.eval.ppl import evaluate_ppl
 
     if data != "self":
-        return evaluate_ppl(str(outcome.directory), Path(data), reference=str(source.directory), records=records, device=device, with_kl=True)
+        return evaluate_ppl(
+            str(outcome.directory), Path(data), reference=str(source.directory), records=records, device=device, with_kl=True
+        )
 
     from gemq.calibration.sets import load_calibration
     from gemq.eval.windows import write_records
@@ -122,9 +135,21 @@ def _show_plan(plan: Plan, tokens: int, device: str) -> None:
     before, after = plan.bytes_per_token()
     expected = estimate(plan, tokens, device)
     architecture = plan.skeleton.architecture.name
-    output.table(f"{architecture} with {plan.recipe.name}: {plan.recipe.summary}", ("unit", "linears", "scheme", "solver", "before", "after"),
-                 [(row["unit"], row["linears"], row["scheme"], row["method"], output.human_bytes(row["bytes_before"]),
-                   output.human_bytes(row["bytes_after"])) for row in rows])
+    output.table(
+        f"{architecture} with {plan.recipe.name}: {plan.recipe.summary}",
+        ("unit", "linears", "scheme", "solver", "before", "after"),
+        [
+            (
+                row["unit"],
+                row["linears"],
+                row["scheme"],
+                row["method"],
+                output.human_bytes(row["bytes_before"]),
+                output.human_bytes(row["bytes_after"]),
+            )
+            for row in rows
+        ],
+    )
     linears = sum(matrix.module != "lm_head" for matrix in plan.skeleton.matrices)
     quantized = sum(module != "lm_head" for module in plan.quantized_matrices)
     size, made = plan.source_bytes(), plan.checkpoint_bytes()
@@ -144,14 +169,24 @@ def _show_plan(plan: Plan, tokens: int, device: str) -> None:
 
 def _show_outcome(outcome: Outcome, plan: Plan, measured: PplResult | None) -> None:
     sizes = outcome.manifest["bytes"]
-    data: dict[str, Any] = {"checkpoint": str(outcome.directory), "seal": outcome.seal, "seconds": round(outcome.seconds, 1), "bytes": sizes,
-                            "perplexity": None if measured is None else measured.to_json()}
-    lines = [f"{outcome.directory}: {output.human_bytes(sizes['source'])} -> {output.human_bytes(sizes['checkpoint'])}, "
-             f"{sizes['bits_per_decoder_weight']:.2f} bits a decoder weight, quantized in {output.human_seconds(outcome.seconds)}",
-             f"seal sha256:{outcome.seal}"]
+    data: dict[str, Any] = {
+        "checkpoint": str(outcome.directory),
+        "seal": outcome.seal,
+        "seconds": round(outcome.seconds, 1),
+        "bytes": sizes,
+        "perplexity": None if measured is None else measured.to_json(),
+    }
+    lines = [
+        f"{outcome.directory}: {output.human_bytes(sizes['source'])} -> {output.human_bytes(sizes['checkpoint'])}, "
+        f"{sizes['bits_per_decoder_weight']:.2f} bits a decoder weight, quantized in {output.human_seconds(outcome.seconds)}",
+        f"seal sha256:{outcome.seal}",
+    ]
     if measured is not None:
-        output.table(f"on {measured.tokens} tokens of {Path(measured.data).name}", ("", "value", "std. error", "95% upper bound", "tokens", "records"),
-                     measured.rows())
+        output.table(
+            f"on {measured.tokens} tokens of {Path(measured.data).name}",
+            ("", "value", "std. error", "95% upper bound", "tokens", "records"),
+            measured.rows(),
+        )
     output.result(data, "\n".join(lines))
 
 
