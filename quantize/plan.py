@@ -185,21 +185,43 @@ def _unit_name(matrix: Matrix) -> str:
     return stem.removesuffix(matrix.kind.path) + matrix.kind.unit
 
 
-def module_in_checkpoint(skeleton: Skeleton, matrix: Matrix) -> str:
-    """The matrix's module as the checkpoint's tensors spell it."""
-    return skeleton.source_name(matrix.module)
+@dataclass(frozen=True)
+class Stored:
+    """A matrix as the checkpoint has it: its module there, its shape, and its first row in the source's tensor seen as [rows, in]."""
+
+    module: str
+    out_features: int
+    in_features: int
+    first_row: int
+
+
+def stored_matrices(skeleton: Skeleton, matrix: Matrix) -> list[Stored]:
+    """What becomes of `matrix`: itself, or one matrix an expert (gate and up apart, as vLLM reads a mixture of experts)."""
+    name = skeleton.source_name(matrix.module)
+    out, inputs = matrix.out_features, matrix.in_features
+    if matrix.experts is None:
+        return [Stored(name, out, inputs, 0)]
+    parent, _, leaf = name.rpartition(".")
+    halves = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+    rows = out // len(halves)
+    return [
+        Stored(f"{parent}.{expert}.{half}", rows, inputs, expert * out + number * rows)
+        for expert in range(matrix.experts)
+        for number, half in enumerate(halves)
+    ]
 
 
 def _stored_as(skeleton: Skeleton, matrix: Matrix, scheme: Scheme) -> list[TensorSpec]:
-    base, weights = module_in_checkpoint(skeleton, matrix), scheme.weights
-    out, inputs = matrix.out_features, matrix.in_features
-    if matrix.experts is not None:
-        raise UsageError(f"{base}: fused experts can't be written yet", "keep them: match: [experts], scheme: keep")
-    scale = TensorSpec(f"{base}.weight_scale", "BF16", (out, weights.groups(inputs)))
-    if scheme.format == "pack-quantized":
-        packed = TensorSpec(f"{base}.weight_packed", "I32", (out, inputs * weights.num_bits // 32))
-        return [packed, scale, TensorSpec(f"{base}.weight_shape", "I64", (2,))]
-    return [TensorSpec(f"{base}.weight", "F8_E4M3" if weights.type == "float" else "I8", (out, inputs)), scale]
+    specs, weights = [], scheme.weights
+    for stored in stored_matrices(skeleton, matrix):
+        shape = (stored.out_features, stored.in_features)
+        specs.append(TensorSpec(f"{stored.module}.weight_scale", "BF16", (shape[0], weights.groups(shape[1]))))
+        if scheme.format == "pack-quantized":
+            specs.append(TensorSpec(f"{stored.module}.weight_packed", "I32", (shape[0], shape[1] * weights.num_bits // 32)))
+            specs.append(TensorSpec(f"{stored.module}.weight_shape", "I64", (2,)))
+        else:
+            specs.append(TensorSpec(f"{stored.module}.weight", "F8_E4M3" if weights.type == "float" else "I8", shape))
+    return specs
 
 
 def _with_tensors(plan: Plan) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -19,9 +20,10 @@ from gemq.errors import UsageError
 from gemq.memory import return_freed_memory
 from gemq.quantize import gptq
 from gemq.quantize.checkpoint import write_companions
+from gemq.quantize.experts import solve_experts
 from gemq.quantize.journal import Journal, Resume, open_journal
 from gemq.quantize.packing import from_tensors, suffixes, to_tensors
-from gemq.quantize.plan import Plan, Unit, module_in_checkpoint
+from gemq.quantize.plan import Plan, Stored, Unit, stored_matrices
 from gemq.quantize.rtn import round_to_nearest
 from gemq.quantize.scales import restore
 from gemq.quantize.seal import write_seal
@@ -144,7 +146,7 @@ class _Run:
             if self.plan.recipe.needs_calibration and len(self._held) < len(self._parts):
                 assert self.job.calibration is not None
                 walk = Walk(self.plan, self.reader, self.job.calibration.windows, self.job.device)
-                walk.run(Walker(self._restored, self._solve_unit, lambda index: self._finish(f"layer {index}")))
+                walk.run(Walker(self._restored, self._solve_unit, lambda index: self._finish(f"layer {index}"), self._solve_experts))
             else:
                 for part, units in self._parts.items():
                     if part not in self._held:
@@ -165,12 +167,14 @@ class _Run:
             return None
         if unit.name == "lm_head":
             return []
-        weights = []
-        for matrix in unit.matrices:
-            module = module_in_checkpoint(self.plan.skeleton, matrix)
-            tensors = {suffix: self.writer.read(f"{module}.{suffix}") for suffix in suffixes(unit.scheme)}
-            weights.append(from_tensors(tensors, unit.scheme))
-        return weights
+        return [self._restored_matrix(matrix, unit) for matrix in unit.matrices]
+
+    def _restored_matrix(self, matrix: Matrix, unit: Unit) -> torch.Tensor:
+        parts = []
+        for stored in stored_matrices(self.plan.skeleton, matrix):
+            tensors = {suffix: self.writer.read(f"{stored.module}.{suffix}") for suffix in suffixes(unit.scheme)}
+            parts.append(from_tensors(tensors, unit.scheme))
+        return parts[0] if matrix.experts is None else torch.cat(parts).reshape(matrix.experts, matrix.out_features, matrix.in_features)
 
     def _solve_unit(self, unit: Unit, weights: list[torch.Tensor], hessian: gptq.Hessian | None) -> list[torch.Tensor]:
         if not weights:
@@ -189,7 +193,8 @@ class _Run:
             report["output_error"] = gptq.output_error(stacked, stored, scales, scheme, moments)
         sizes = [matrix.out_features for matrix in unit.matrices]
         for matrix, part, part_scales in zip(unit.matrices, stored.split(sizes), scales.split(sizes), strict=True):
-            self._write(matrix, 0, part, part_scales, unit)
+            (whole,) = stored_matrices(self.plan.skeleton, matrix)
+            self._write(whole, 0, part, part_scales, unit)
         atomic.write_point(f"written:{unit.name}")
         self._report(unit, report, started)
         return list(restore(stored, scales, scheme).split(sizes))
@@ -201,31 +206,49 @@ class _Run:
         factorization = None if hessian is None else gptq.factorize(hessian.mean(unit.name), self.plan.recipe.gptq, unit.name)
         moments = None if hessian is None else hessian.mean(unit.name)
         error = signal = 0.0
-        for matrix in unit.matrices:
-            count = max(1, _ROWS_AT_ONCE // matrix.in_features)
-            for first in range(0, matrix.out_features, count):
-                rows = self.reader.read_slice(matrix.tensor, first, min(count, matrix.out_features - first)).to(device).to(torch.float32)
+        for matrix, whole in self._wholes(unit):
+            count = max(1, _ROWS_AT_ONCE // whole.in_features)
+            for first in range(0, whole.out_features, count):
+                rows = self.reader.read_slice(matrix.tensor, whole.first_row + first, min(count, whole.out_features - first))
+                rows = rows.to(device).to(torch.float32)
                 require_finite(rows, matrix.tensor)
-                stored, scales = (
-                    round_to_nearest(rows, scheme)
-                    if factorization is None
-                    else gptq.solve(rows, factorization, scheme, self.plan.recipe.gptq.block_size)
-                )
+                if factorization is None:
+                    stored, scales = round_to_nearest(rows, scheme)
+                else:
+                    stored, scales = gptq.solve(rows, factorization, scheme, self.plan.recipe.gptq.block_size)
                 difference = rows - restore(stored, scales, scheme)
                 error += (difference.square() if moments is None else (difference @ moments) * difference).sum().item()
                 signal += (rows.square() if moments is None else (rows @ moments) * rows).sum().item()
-                self._write(matrix, first, stored, scales, unit)
+                self._write(whole, first, stored, scales, unit)
         atomic.write_point(f"written:{unit.name}")
         report = {"scheme": unit.scheme.label(), "method": unit.method}
         self._report(unit, {**report, "weight_error" if moments is None else "output_error": error / signal if signal else 0.0}, started)
 
-    def _write(self, matrix: Matrix, first: int, stored: torch.Tensor, scales: torch.Tensor, unit: Unit) -> None:
-        module = module_in_checkpoint(self.plan.skeleton, matrix)
-        for suffix, tensor in to_tensors(stored, scales, unit.scheme, (matrix.out_features, matrix.in_features)).items():
+    def _wholes(self, unit: Unit) -> Iterator[tuple[Matrix, Stored]]:
+        for matrix in unit.matrices:
+            for whole in stored_matrices(self.plan.skeleton, matrix):
+                yield matrix, whole
+
+    def _solve_experts(self, units: list[Unit], module: Any, rows_of: Callable[[int], torch.Tensor]) -> None:
+        started = time.monotonic()
+        for unit, expert, stored, scales in (solved := solve_experts(units, module, rows_of, self.plan.recipe.gptq)):
+            (matrix,) = unit.matrices
+            wholes = stored_matrices(self.plan.skeleton, matrix)
+            each = len(wholes) // (matrix.experts or 1)
+            mine = wholes[expert * each : (expert + 1) * each]
+            sizes = [whole.out_features for whole in mine]
+            for whole, part, part_scales in zip(mine, stored.split(sizes), scales.split(sizes), strict=True):
+                self._write(whole, 0, part, part_scales, unit)
+        for unit in units:
+            atomic.write_point(f"written:{unit.name}")
+            self._report(unit, {"scheme": unit.scheme.label(), "method": unit.method, **solved.reports[unit.name]}, started)
+
+    def _write(self, whole: Stored, first: int, stored: torch.Tensor, scales: torch.Tensor, unit: Unit) -> None:
+        for suffix, tensor in to_tensors(stored, scales, unit.scheme, (whole.out_features, whole.in_features)).items():
             if suffix == "weight_shape":
-                self.writer.write(f"{module}.{suffix}", tensor)
+                self.writer.write(f"{whole.module}.{suffix}", tensor)
             else:
-                self.writer.write_rows(f"{module}.{suffix}", first, tensor)
+                self.writer.write_rows(f"{whole.module}.{suffix}", first, tensor)
 
     def _report(self, unit: Unit, report: dict[str, Any], started: float) -> None:
         self.journal.reports[unit.name] = report

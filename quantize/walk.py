@@ -51,6 +51,13 @@ class _AtUnit:
 
 
 @dataclass(frozen=True)
+class _AtExperts:
+    layer: int
+    hidden: torch.Tensor  # [tokens, in]
+    chosen: torch.Tensor  # [tokens, k] expert numbers
+
+
+@dataclass(frozen=True)
 class _Done:
     hidden: torch.Tensor
 
@@ -60,13 +67,14 @@ class Walker:
     """What the walk calls back.
 
     `restored(unit)` gives the unit's weights if an earlier run solved it (then it is only replayed), else None. `solve(unit, weights, hessian)`
-    returns the weights that the stored form stands for. `layer_done(index)` follows the last unit of a layer.
+    returns the weights that the stored form stands for. `layer_done(index)` follows the last unit of a layer. `solve_experts(units, module,
+    rows_of)` replaces the weights of a mixture's experts in `module` [experts, out, in]; `rows_of(expert)` gives the inputs routed there.
     """
 
     restored: Callable[[Unit], list[torch.Tensor] | None]
     solve: Callable[[Unit, list[torch.Tensor], Hessian | None], list[torch.Tensor]]
     layer_done: Callable[[int], None]
-    advanced: Callable[[], None] = lambda: None
+    solve_experts: Callable[[list[Unit], Any, Callable[[int], torch.Tensor]], None] | None = None
 
 
 def batches_of(windows: Sequence[Sequence[int]], tokens: int = 4096) -> list[torch.Tensor]:
@@ -108,10 +116,12 @@ class Walk:
                     self._leave(layer, walker)
                     layer = event.index
                     self._enter(layer, walker)
+                elif isinstance(event, _AtExperts):
+                    self._solve_experts(events, walker)
                 else:
                     self._solve(event.unit, walker)
                 del event
-                events = self._resume(runs, events, walker)
+                events = self._resume(runs, events)
             self._leave(layer, walker)
             self._solve_head(events, walker)
         finally:
@@ -121,7 +131,7 @@ class Walk:
                 if run and not run.dead:
                     run.throw()
 
-    def _resume(self, runs: list[greenlet], events: list[Any], walker: Walker) -> list[Any]:
+    def _resume(self, runs: list[greenlet], events: list[Any]) -> list[Any]:
         # each event is dropped before its batch goes on: the input it holds is the batch's largest tensor
         stand = _place(events[0])
         for position, run in enumerate(runs):
@@ -129,7 +139,6 @@ class Walk:
                 raise AssertionError(f"batches stand at {stand} and at {_place(events[position])}")
             events[position] = None
             events[position] = self._observed(run.switch())
-            walker.advanced()
         return events
 
     def _observed(self, event: Any) -> Any:
@@ -158,9 +167,19 @@ class Walk:
 
             return hook
 
+        def pause_at_experts(layer: int) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+                if any(unit.name not in self._solved for unit in self._expert_units(layer)):
+                    getcurrent().parent.switch(_AtExperts(layer, args[0], args[1]))
+
+            return hook
+
         hooks = [layer.register_forward_pre_hook(pause_at_layer(index)) for index, layer in enumerate(self.skeleton.decoder.layers)]
+        for index, layer in enumerate(self.skeleton.decoder.layers):
+            if self._expert_units(index):
+                hooks.append(layer.experts.register_forward_pre_hook(pause_at_experts(index)))
         for module, unit in self._unit_of.items():
-            if module != "lm_head":
+            if module != "lm_head" and unit.matrices[0].experts is None:
                 hooks.append(self.skeleton.model.get_submodule(module).register_forward_pre_hook(pause_at_unit(unit)))
         return hooks
 
@@ -192,6 +211,20 @@ class Walk:
             module.weight.data.copy_(weight)
         self._solved.add(unit.name)
 
+    def _expert_units(self, layer: int) -> list[Unit]:
+        return [unit for unit in self.plan.units if unit.layer == layer and unit.matrices[0].experts is not None]
+
+    def _solve_experts(self, events: list[_AtExperts], walker: Walker) -> None:
+        layer = events[0].layer
+
+        def rows_of(expert: int) -> torch.Tensor:
+            return torch.cat([event.hidden[(event.chosen == expert).any(-1)] for event in events])
+
+        assert walker.solve_experts is not None
+        units = self._expert_units(layer)
+        walker.solve_experts(units, self.skeleton.decoder.layers[layer].experts, rows_of)
+        self._solved.update(unit.name for unit in units)
+
     def _solve_head(self, events: list[_Done], walker: Walker) -> None:
         unit = self._unit_of.get("lm_head")
         if unit is None or walker.restored(unit) is not None:
@@ -205,7 +238,11 @@ class Walk:
 
 
 def _place(event: Any) -> object:
-    return event.unit.name if isinstance(event, _AtUnit) else event.index if isinstance(event, _AtLayer) else "the end"
+    if isinstance(event, _AtUnit):
+        return event.unit.name
+    if isinstance(event, _AtExperts):
+        return f"the experts of layer {event.layer}"
+    return event.index if isinstance(event, _AtLayer) else "the end"
 
 
 def finite_float32(reader: ShardReader, tensor: str, device: torch.device) -> torch.Tensor:
@@ -239,12 +276,12 @@ def load_layer(
 def prepare_decoder(skeleton: Skeleton, reader: ShardReader, device: torch.device, replaced: dict[str, torch.Tensor] | None = None) -> None:
     """Give the decoder everything outside its layers: embeddings that read from the source, norms, rotary tables, the PLE projection."""
     decoder, replaced = skeleton.decoder, replaced or {}
-    child: Any
     for name, child in list(decoder.named_children()):
         if name == "layers":
             continue
         if isinstance(child, nn.Embedding):
-            setattr(decoder, name, RowEmbedding(reader, skeleton.source_name(f"model.{name}.weight"), child.scalar_embed_scale, device))
+            scale: Any = child.scalar_embed_scale
+            setattr(decoder, name, RowEmbedding(reader, skeleton.source_name(f"model.{name}.weight"), scale, device))
         elif not list(child.state_dict()):
             # its buffers are computed, not stored: build it again where they can be
             setattr(decoder, name, type(child)(skeleton.text).to(device))
