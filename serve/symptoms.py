@@ -25,6 +25,8 @@ SYMPTOMS: tuple[tuple[str, str], ...] = (
      f"the audio decoders are missing in vLLM's environment: {_NEW_ENVIRONMENT}"),
     (r"No module named '?vllm|vLLM is not installed",
      f"vLLM is not installed there: {_NEW_ENVIRONMENT}, or give --python of an environment that has it"),
+    (r"has no attribute 'cpu_gemm_wna16'|Expected a\.stride|expected scalar type",
+     f"this build of vLLM for CPUs is not mended: {_NEW_ENVIRONMENT}"),
     (r"No package metadata was found for vllm",
      f"this build of vLLM lacks its own name: {_NEW_ENVIRONMENT}"),
     (r"max_model_len .* is greater than",
@@ -37,7 +39,7 @@ SYMPTOMS: tuple[tuple[str, str], ...] = (
      "a file is missing, and the Hub can't be reached: point to a complete checkpoint directory"),
     (r"unrecognized arguments|invalid choice",
      "vLLM doesn't know an argument: look at GEMQ_EXTRA_ARGS"),
-    (r"[Qq]uantization|compressed.tensors|scheme",
+    (r"[Qq]uantization|compressed.tensors|scheme|Failed to find a kernel",
      "this vLLM can't load the quantization: run gemq doctor to see which recipes can be served here"),
 )
 

@@ -30,7 +30,7 @@ def test_a_cpu_serves_int4_and_int8_inputs_and_no_fp8(fake_python: Path) -> None
     assert served["w4a16-fast"].served
     assert served["w8a8"].served
     assert not served["fp8"].served
-    assert "not models with ple" in served["w4a16"].why
+    assert served["w4a16"].served
 
 
 @pytest.mark.parametrize(("number_format", "capability", "served"), [

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +29,17 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 START_SECONDS = 900
 SETTINGS = {"MAX_MODEL_LEN": "1024", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2"}
 PROMPT = [2, 20, 30, 40, 50, 60, 70, 80]
+RECIPE = """
+version: 1
+name: int4-int8
+summary: int4 g32 for the decoder and int8 for the PLE linears, rounded to nearest
+method: rtn
+rules:
+  - match: [ple]
+    scheme: {weights: {num_bits: 8, strategy: channel}}
+  - match: [decoder]
+    scheme: {weights: {num_bits: 4, strategy: group, group_size: 32}}
+"""
 
 
 @dataclass
@@ -65,6 +78,17 @@ def sealed(small_gemma4: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     shutil.copytree(small_gemma4, folder)
     write_seal(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def quantized(small_gemma4: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in int4, with its PLE linears in int8: every packed format that a recipe writes."""
+    folder = tmp_path_factory.mktemp("quantized")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    gemq = [sys.executable, "-c", "from gemq.cli import main; main()"]
+    command = [*gemq, "quantize", str(small_gemma4), "--recipe", str(folder / "recipe.yaml")]
+    subprocess.run([*command, "--output", str(folder / "gemma4-int4")], check=True, timeout=600, stderr=subprocess.DEVNULL)
+    return folder / "gemma4-int4"
 
 
 @pytest.fixture(scope="module")
@@ -139,15 +163,14 @@ def test_gemq_serve_ends_when_the_engine_core_is_killed(served: Served) -> None:
     assert "ended by itself" in said or "died" in said
 
 
-def test_lowbarenas_package_serves_and_ctrl_c_leaves_no_process(sealed: Path, vllm_python: Path, tmp_path: Path) -> None:
+def test_lowbarenas_package_serves_int4_and_ctrl_c_leaves_no_process(quantized: Path, vllm_python: Path, tmp_path: Path) -> None:
     package = tmp_path / "package"
     (package / "engine").mkdir(parents=True)
     shutil.copy(room.ROOM / "launch.sh", package / "engine")
     (package / "submission.json").write_text(json.dumps({"task_id": "small", "artifact": {"uri": "o/r", "revision": "0" * 40}}))
-    running = start(tmp_path / "run", package, "--checkpoint", sealed, vllm_python=vllm_python, environment={"GEMQ_PROFILE": "memory"})
+    running = start(tmp_path / "run", package, "--checkpoint", quantized, vllm_python=vllm_python, environment={"GEMQ_PROFILE": "memory"})
     assert running.model == "small"
-    answer = running.post("completions", prompt=PROMPT, max_tokens=3, temperature=0, ignore_eos=True, return_token_ids=True).json()
-    assert len(answer["choices"][0]["token_ids"]) == 3
+    assert [f"{point.name}: {point.seen}" for point in check(Endpoint(running.url, vocabulary=512)) if not point.kept] == []
     processes = running.processes()
     assert len(processes) >= 4  # watchdog, API server, engine core, worker
     assert running.command.end(signal.SIGINT) == 0, running.command.err.read_text()
