@@ -203,8 +203,8 @@ class _Run:
         """Solve the matrices of `unit` in pieces of rows, read from the source: rows are independent, whatever the solver."""
         started, scheme = time.monotonic(), unit.scheme.weights
         device = torch.device(self.job.device)
-        factorization = None if hessian is None else gptq.factorize(hessian.mean(unit.name), self.plan.recipe.gptq, unit.name)
         moments = None if hessian is None else hessian.mean(unit.name)
+        factorization = None if moments is None else gptq.factorize(moments, self.plan.recipe.gptq, unit.name)
         error = signal = 0.0
         for matrix, whole in self._wholes(unit):
             count = max(1, _ROWS_AT_ONCE // whole.in_features)
