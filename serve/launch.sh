@@ -108,7 +108,7 @@ serve() {
   # without an NVIDIA driver this can only be a vLLM for CPUs: see serve.py
   if ! command -v nvidia-smi >/dev/null; then
     export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-2}" VLLM_CPU_INT4_W4A8="${VLLM_CPU_INT4_W4A8:-0}"
-    export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"
+    export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}" OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
     command+=(--enforce-eager)
   fi
   # shellcheck disable=SC2206

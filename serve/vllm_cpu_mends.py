@@ -10,6 +10,8 @@ Each mend is applied when the module in question is imported:
   a signal at its first recording, often while it warms up. And the convolution there hands transposed activations to the last linear, where
   the CPU kernels take only rows that lie in one piece ("Expected a.stride(-1) == 1"). With bfloat16 on a CPU without AVX-512 vLLM falls back
   to torch's linear, and nothing of this shows.
+- That fallback is eight times slower in bfloat16 than in float32 where the CPU has no AVX-512: there the weights are widened once. What comes
+  out is rounded to bfloat16 as before.
 - The kernel for packed 4-bit weights is only in the AVX-512 build: elsewhere the model loads, and the worker dies at the first token
   ("'_C' object has no attribute 'cpu_gemm_wna16'"). For packed 8-bit weights there is none at all. Here both are unpacked once, to the
   float32 values that the integers and scales stand for, and multiplied by torch: the same weights, more memory.
@@ -37,13 +39,29 @@ def declare_image_operators():
 
 
 def take_any_activations(module):
-    """Bring the activations of unquantized linears into the weight's dtype and into one piece."""
-    linear = module.cpu_unquantized_gemm
+    """Bring the activations of unquantized linears into the weight's dtype and into one piece, and widen bfloat16 where that is faster."""
+    import torch
+
+    linear, dispatch = module.cpu_unquantized_gemm, module.dispatch_cpu_unquantized_gemm
+
+    def dispatch_cpu_unquantized_gemm(layer, remove_weight):
+        weight = layer.weight
+        if weight.is_meta or weight.dtype != torch.bfloat16 or weight.dim() != 2 or torch.cpu._is_avx512_supported():
+            return dispatch(layer, remove_weight)
+        wide = weight.data.float()
+
+        def cpu_linear(x, weight, bias):
+            return torch.nn.functional.linear(x.float(), wide, None if bias is None else bias.float()).to(x.dtype)
+
+        layer.cpu_linear = cpu_linear
+        if remove_weight:
+            layer.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
 
     def cpu_unquantized_gemm(layer, x, weight, bias=None):
         return linear(layer, x.to(weight.dtype).contiguous(), weight, bias).to(x.dtype)
 
     module.cpu_unquantized_gemm = cpu_unquantized_gemm
+    module.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
 
 
 def unpack_without_kernel(module):
