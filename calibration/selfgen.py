@@ -184,7 +184,7 @@ def _load_model(model_dir: Path, device: str, dtype: str, parameters: int) -> An
     logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(str(model_dir), dtype=getattr(torch, dtype), local_files_only=True)
-        model = model.to(device).eval()
+        return model.to(device).eval()
     except torch.OutOfMemoryError as error:
         raise UsageError(f"the model doesn't fit into the memory of {device}", "use a calibration file, or --device cpu") from error
     except (ValueError, KeyError, OSError, RuntimeError) as error:
@@ -193,11 +193,6 @@ def _load_model(model_dir: Path, device: str, dtype: str, parameters: int) -> An
     finally:
         if shown:
             logging.enable_progress_bar()
-    if device == "cpu":
-        # the head is most of the work in a small model; weight @ hidden.T takes two thirds of the time of hidden @ weight.T here
-        head = model.get_output_embeddings()
-        head.forward = lambda hidden: (head.weight @ hidden.flatten(0, -2).T).T.reshape(*hidden.shape[:-1], -1)
-    return model
 
 
 def _available_bytes() -> int | None:
