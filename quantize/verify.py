@@ -12,28 +12,29 @@ nearest, however coarse or clipped the grid, and ln f where a scale was made f t
 - its error is over four times that of rounding to nearest at its own scales.
 Measured on GPTQ with strongly correlated inputs (power-law spectra with outliers; Gaussian and t4 weights, also clipped at 0.7 of their
 range), rms and largest shift: int3 0.085 and 0.38, int4 0.055 and 0.33, int8 0.001 and 0.005; error 2.3 times that of rounding. On
-Gemma 3 270M in int4 g128: rms 0.038; groups that shift by more than 0.2 have at most 5 times their neighbours' step. In a usual group
-half or double of a 4-bit scale is found, and an eighth more of an 8-bit one; the seal finds what is smaller.
+Gemma 3 270M in int4 g128: rms 0.038; groups that shift by more than 0.2 have at most 5 times their neighbours' step. On a mixture's
+experts, each solved on 4 to 256 tokens, in int4 g32: 0.054 and 0.33. In a usual group half or double of a 4-bit scale is found, and an
+eighth more of an 8-bit one. In the last groups of int4 g32 rows, which GPTQ moves most, a doubled scale is found 99 times in 100 and a
+halved one 71 to 98 times, in dense matrices as in experts; the seal finds the rest.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock, local
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gemq import output
 from gemq.errors import GemqError, IntegrityError, UsageError
-from gemq.quantize.audit import Structure, Tensor, Unit, audit_structure, read_config, read_tensors, strict_json
+from gemq.quantize.audit import Structure, Tensor, Unit, audit_structure, read_tensors
+from gemq.quantize.pairs import ExpertMatrix, Pairs
 from gemq.quantize.seal import Difference
 
 Floats = NDArray[np.float32]
@@ -43,7 +44,6 @@ _LARGEST_CLIP = 1.9
 _LARGEST_ERROR_RATIO = 4.0
 _NEIGHBOURS_STEPS = 12.0
 _ERROR_FLOOR = 0.004  # of the weights' norm: half a bfloat16 step, below which a ratio of errors means nothing
-_REDUNDANT = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\.[a-z_]+$")
 KINDS = ("quantized", "copied", "added", "dropped", "missing", "changed")
 
 
@@ -104,7 +104,7 @@ def verify_against_source(directory: Path, source: Path, structure: Structure | 
     originals, broken = read_tensors(source)
     if broken:
         raise IntegrityError(f"the source {source} is not whole: {broken[0]}", "fetch the source again")
-    comparison, pairs = Comparison(), _Pairs(directory, source, structure, originals)
+    comparison, pairs = Comparison(), Pairs(directory, source, structure, originals)
     jobs: list[tuple[int, Callable[[], object]]] = []
     for unit, original in pairs.units():
         jobs.append((original.nbytes, lambda unit=unit, original=original: fit_unit(unit, original)))  # type: ignore[misc]
@@ -127,53 +127,7 @@ def verify_against_source(directory: Path, source: Path, structure: Structure | 
     return comparison
 
 
-class _Pairs:
-    """Which tensor of the source each tensor of the checkpoint comes from."""
-
-    def __init__(self, directory: Path, source: Path, structure: Structure, originals: dict[str, Tensor]) -> None:
-        self.directory, self.source, self.structure, self.originals = directory, source, structure, originals
-        self.source_config = read_config(source)
-        self.in_units = {tensor.name for unit in structure.units.values() for tensor in unit.tensors.values()}
-
-    def original_of(self, weight: str) -> Tensor | None:
-        """The source's tensor of that name; a head that the source ties comes from its embedding."""
-        if weight in self.originals or weight.rpartition("lm_head.weight")[1:] != ("lm_head.weight", ""):
-            return self.originals.get(weight)
-        text = self.source_config.get("text_config")
-        stated = [self.source_config.get("tie_word_embeddings"), text.get("tie_word_embeddings") if isinstance(text, dict) else None]
-        tables = [name for name in self.originals if name == "embed_tokens.weight" or name.endswith(".embed_tokens.weight")]
-        return self.originals[tables[0]] if len(tables) == 1 and False not in stated else None
-
-    def units(self) -> list[tuple[Unit, Tensor]]:
-        found = [(unit, self.original_of(f"{module}.weight")) for module, unit in sorted(self.structure.units.items())]
-        return [(unit, original) for unit, original in found if original is not None]
-
-    def copies(self) -> list[tuple[Tensor, Tensor]]:
-        names = sorted(set(self.structure.tensors) - self.in_units)
-        found = [(self.structure.tensors[name], self.original_of(name)) for name in names]
-        return [(tensor, original) for tensor, original in found if original is not None]
-
-    def manifest_names(self, key: str) -> set[str]:
-        """The tensor names that the checkpoint's manifest lists under `key`; none without a manifest."""
-        path = self.directory / "gemq.json"
-        if not path.exists():
-            return set()
-        manifest = strict_json(path.read_bytes(), str(path))
-        names = manifest.get(key, []) if isinstance(manifest, dict) else None
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise IntegrityError(f"{key} in {path} must be a list of tensor names", "don't use this checkpoint")
-        return set(names)
-
-    def is_redundant(self, name: str) -> bool:
-        """Whether the source's config says that no forward reads this key or value tensor."""
-        text = self.source_config.get("text_config")
-        config: dict[str, Any] = text if isinstance(text, dict) else self.source_config
-        layers, shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers")
-        found = _REDUNDANT.search(name)
-        return bool(found and isinstance(layers, int) and isinstance(shared, int) and layers - shared <= int(found.group(1)) < layers)
-
-
-def _account_for_the_rest(comparison: Comparison, pairs: _Pairs) -> None:
+def _account_for_the_rest(comparison: Comparison, pairs: Pairs) -> None:
     structure, kinds, wrong = pairs.structure, comparison.kinds, comparison.differences
     declared_added, declared_dropped = pairs.manifest_names("added_tensors"), pairs.manifest_names("dropped_tensors")
     used = {original.name for _, original in [*pairs.units(), *pairs.copies()]}
@@ -196,10 +150,12 @@ def _account_for_the_rest(comparison: Comparison, pairs: _Pairs) -> None:
         else:
             kinds["missing"].add(original.nbytes, 0)
             unfounded = "the manifest drops it, but the source's config does not make it redundant"
-            why = unfounded if name in declared_dropped else "the source has it"
+            whole = f"the source has it in {original.fused}" if isinstance(original, ExpertMatrix) else "the source has it"
+            why = unfounded if name in declared_dropped else whole
             wrong.append(Difference(name, f"is missing: {why}"))
     for name in sorted(declared_dropped - set(pairs.originals)):
-        wrong.append(Difference(name, "is declared as dropped in the manifest, and the source has no such tensor"))
+        why = "is there, expert by expert" if name in pairs.apart else "the source has no such tensor"
+        wrong.append(Difference(name, f"is declared as dropped in the manifest, and {why}"))
 
 
 def _run(jobs: list[tuple[int, Callable[[], object]]]) -> list[object]:
