@@ -46,7 +46,8 @@ def experts_apart(originals: dict[str, Tensor], structure: Structure) -> tuple[d
 
     Experts that it has fused stay whole, so that more of them beside are additions; so do experts of which it has nothing.
     """
-    result, apart = {}, set()
+    result: dict[str, Tensor] = {}
+    apart: set[str] = set()
     for name, original in originals.items():
         matrices = [] if name in structure.tensors else expert_matrices(original)
         if any(matrix.name in originals for matrix in matrices):  # a source that has experts both ways is compared as it is
