@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.quantize.dequantized import dequantized_copy, save_unquantized
 from tests.quantize.small_jobs import make_job, run_job, windows
 
 from gemq.calibration.sets import CalibrationSet
 from gemq.errors import IntegrityError, UsageError
 from gemq.quantize.checkpoint import checkpoint_config
-from gemq.quantize.packing import from_tensors, suffixes
 from gemq.quantize.plan import make_plan, with_head
 from gemq.quantize.seal import check_seal
 from gemq.quantize.skeleton import load_skeleton
@@ -21,29 +21,6 @@ from gemq.quantize.verify import verify_against_source
 from gemq.quantize.walk import Walk, Walker
 from gemq.recipes.model import built_in_names, load_recipe
 from gemq.shards import ShardReader
-
-
-def dequantized_copy(checkpoint: Path, source: Path, recipe, out: Path) -> Path:
-    """An unquantized float32 checkpoint with every quantized matrix replaced by what `checkpoint`'s tensors stand for."""
-    skeleton, original = load_skeleton(source)
-    plan = make_plan(skeleton, recipe)
-    written = ShardReader(checkpoint)
-    state = {name: original.read(name).float() for name in original.tensors}
-    for unit in plan.units:
-        for matrix in unit.matrices:
-            module = skeleton.source_name(matrix.module)
-            tensors = {suffix: written.read(f"{module}.{suffix}") for suffix in suffixes(unit.scheme)}
-            state[f"{module}.weight"] = from_tensors(tensors, unit.scheme)
-    return save_unquantized(checkpoint, state, out)
-
-
-def save_unquantized(like: Path, state: dict[str, torch.Tensor], out: Path) -> Path:
-    out.mkdir()
-    config = json.loads((like / "config.json").read_text())
-    config.pop("quantization_config", None)
-    (out / "config.json").write_text(json.dumps(config))
-    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
-    return out
 
 
 def load(directory: Path) -> torch.nn.Module:
