@@ -16,21 +16,25 @@ from gemq.errors import UsageError
 
 @dataclass(frozen=True)
 class LinearKind:
-    """A kind of linear: its path in a layer (or in the text model), the recipe part it belongs to, and the unit that shares its input."""
+    """A kind of linear: its path in a layer (or in the text model), the recipe part it belongs to, and the unit that shares its input.
+
+    `input_is_spent`: nothing reads the unit's input after the unit has, so that the walk may free it while a forward still names it.
+    """
 
     path: str
     part: str
     unit: str
+    input_is_spent: bool = False
 
 
 # Linears that read one tensor form a unit: one Hessian, one scheme (vLLM fuses q/k/v and gate/up, and a fused weight has one scheme).
 LAYER_LINEARS = (
-    LinearKind("self_attn.q_proj", "attention", "self_attn.qkv_proj"),
-    LinearKind("self_attn.k_proj", "attention", "self_attn.qkv_proj"),
-    LinearKind("self_attn.v_proj", "attention", "self_attn.qkv_proj"),
+    LinearKind("self_attn.q_proj", "attention", "self_attn.qkv_proj", input_is_spent=True),
+    LinearKind("self_attn.k_proj", "attention", "self_attn.qkv_proj", input_is_spent=True),
+    LinearKind("self_attn.v_proj", "attention", "self_attn.qkv_proj", input_is_spent=True),
     LinearKind("self_attn.o_proj", "attention", "self_attn.o_proj"),
-    LinearKind("mlp.gate_proj", "mlp", "mlp.gate_up_proj"),
-    LinearKind("mlp.up_proj", "mlp", "mlp.gate_up_proj"),
+    LinearKind("mlp.gate_proj", "mlp", "mlp.gate_up_proj", input_is_spent=True),
+    LinearKind("mlp.up_proj", "mlp", "mlp.gate_up_proj", input_is_spent=True),
     LinearKind("mlp.down_proj", "mlp", "mlp.down_proj"),
     LinearKind("per_layer_input_gate", "ple", "per_layer_input_gate"),
     LinearKind("per_layer_projection", "ple", "per_layer_projection"),

@@ -77,7 +77,7 @@ class Walker:
     solve_experts: Callable[[list[Unit], Any, Callable[[int], torch.Tensor]], None] | None = None
 
 
-def batches_of(windows: Sequence[Sequence[int]], tokens: int = 4096) -> list[torch.Tensor]:
+def batches_of(windows: Sequence[Sequence[int]], tokens: int = 2048) -> list[torch.Tensor]:
     """The windows as id tensors [windows, length] of one length each and about `tokens` tokens, the longest first."""
     by_length: dict[int, list[Sequence[int]]] = {}
     for window in windows:
@@ -100,6 +100,7 @@ class Walk:
         self._unit_of = plan.quantized_matrices
         self._solved: set[str] = set()
         self._hessians: dict[str, Hessian] = {}
+        self._embeddings: list[torch.Tensor] = []  # each batch's input of the first layer
 
     @torch.no_grad()
     def run(self, walker: Walker) -> None:
@@ -132,13 +133,18 @@ class Walk:
                     run.throw()
 
     def _resume(self, runs: list[greenlet], events: list[Any]) -> list[Any]:
-        # each event is dropped before its batch goes on: the input it holds is the batch's largest tensor
+        # each event is dropped before its batch goes on: the input it holds may be the batch's largest tensor
         stand = _place(events[0])
         for position, run in enumerate(runs):
             if _place(events[position]) != stand:
                 raise AssertionError(f"batches stand at {stand} and at {_place(events[position])}")
+            spent = _spent_by(events[position])
             events[position] = None
             events[position] = self._observed(run.switch())
+            if isinstance(event := events[position], _AtLayer) and event.index == 1:
+                spent.append(self._embeddings[position])
+            for tensor in spent:
+                tensor.untyped_storage().resize_(0)  # a paused frame still names it
         return events
 
     def _observed(self, event: Any) -> Any:
@@ -156,6 +162,8 @@ class Walk:
     def _hooks(self) -> list[Any]:
         def pause_at_layer(index: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+                if index == 0:
+                    self._embeddings.append(args[0])
                 getcurrent().parent.switch(_AtLayer(index))
 
             return hook
@@ -243,6 +251,13 @@ def _place(event: Any) -> object:
     if isinstance(event, _AtExperts):
         return f"the experts of layer {event.layer}"
     return event.index if isinstance(event, _AtLayer) else "the end"
+
+
+def _spent_by(event: Any) -> list[torch.Tensor]:
+    """What nothing reads any more when the batch of `event` has come to its next stop."""
+    if isinstance(event, _AtUnit) and event.unit.matrices[0].kind.input_is_spent:
+        return [event.inputs]
+    return []
 
 
 def finite_float32(reader: ShardReader, tensor: str, device: torch.device) -> torch.Tensor:

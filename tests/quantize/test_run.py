@@ -100,14 +100,20 @@ def test_the_walks_unquantized_output_is_transformers_own_bit_for_bit(gemma3, ge
 
 
 def walk_hidden(source: Path, token_windows: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What a walk that quantizes only the head hands it: the final hidden states, batch by batch."""
+    """The final hidden states of a walk that stops at every unit and leaves its weights as they are, batch by batch."""
     skeleton, reader = load_skeleton(source)
     plan = make_plan(skeleton, load_recipe("w4a16-g32"))
-    plan.units = []
     walk = Walk(plan, reader, token_windows)
     seen: list[torch.Tensor] = []
     walk._solve_head = lambda events, walker: seen.extend(event.hidden for event in events)  # type: ignore[method-assign]
-    walk.run(Walker(lambda unit: None, lambda unit, weights, hessian: weights, lambda index: None))
+    stops: list[str] = []
+
+    def solve(unit, weights, hessian):
+        stops.append(unit.name)
+        return weights
+
+    walk.run(Walker(lambda unit: None, solve, lambda index: None, lambda units, module, rows_of: stops.extend(unit.name for unit in units)))
+    assert sorted(stops) == sorted(unit.name for unit in plan.units)
     return list(zip(walk.batches, seen, strict=True))
 
 
