@@ -25,6 +25,9 @@ quickstart: $(READY)  ## quantize the demo model (Gemma 3 270M) to 4 bits and sh
 test: $(READY)  ## run the tests
 	$(BIN)/python -m pytest -q
 
+serve-env:  ## make .venv-vllm, the environment that vLLM serves in (2.7 GB, some minutes)
+	$(PYTHON) serve/environment.py
+
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy

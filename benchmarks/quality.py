@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from pathlib import Path
 
 from benchmarks import measured
@@ -59,15 +58,13 @@ def main() -> None:
         for name, command in commands.items():
             if options.only and name not in options.only:
                 continue
-            started = time.monotonic()
-            if command is not None:
-                measured.run(command, work / "log")
-            seconds = time.monotonic() - started
+            taken = None if command is None else measured.run(command, work / "log")
             wiki, truth, divergence = score(work / name if command else source, source, data)
-            rows.append((name, f"{wiki:.3f}", f"{truth:.4f}", f"{divergence:.4f}", f"{seconds:.0f}" if command else ""))
+            cost = ("", "") if taken is None else (f"{taken.seconds:.0f}", f"{taken.peak_bytes / 2**30:.2f}")
+            rows.append((name, f"{wiki:.3f}", f"{truth:.4f}", f"{divergence:.4f}", *cost))
             output.note("  ".join(rows[-1]))
     output.note(measured.machine())
-    output.table("", ("checkpoint", "wiki PPL", "ground truth PPL", "KL, nats/token", "seconds"), rows)
+    output.table("", ("checkpoint", "wiki PPL", "ground truth PPL", "KL, nats/token", "seconds", "peak GiB"), rows)
 
 
 if __name__ == "__main__":

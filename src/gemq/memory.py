@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 import sys
 
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 1 << 20
+
+
+def prefer_large_pages() -> None:
+    """Let torch ask for 2 MiB pages for large tensors; call before torch is imported.
+
+    A walk maps and unmaps its tensors all the time (see `return_freed_memory`), and with 4 KiB pages a sixth of the processor time went into faults.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def return_freed_memory() -> None:

@@ -195,10 +195,10 @@ class ShardReader:
         return out.view(DTYPES[info.dtype]).reshape(len(rows), *info.shape[1:])
 
     def read_slice(self, name: str, first: int, count: int) -> torch.Tensor:
-        """Rows `first` to `first + count` of a matrix, in one read."""
+        """Rows `first` to `first + count` of a tensor seen as [rows, last dimension], in one read."""
         info = self.info(name)
-        row_bytes = info.nbytes // max(info.shape[0], 1)
-        return self.read_bytes(info, first * row_bytes, count * row_bytes).view(DTYPES[info.dtype]).reshape(count, *info.shape[1:])
+        row_bytes = info.shape[-1] * DTYPES[info.dtype].itemsize
+        return self.read_bytes(info, first * row_bytes, count * row_bytes).view(DTYPES[info.dtype]).reshape(count, info.shape[-1])
 
     def read_bytes(self, info: TensorInfo, start: int, length: int) -> torch.Tensor:
         """`length` raw bytes of a tensor from byte `start` of it, as uint8."""

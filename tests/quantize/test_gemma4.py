@@ -11,15 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-
-from gemq.calibration.sets import CalibrationSet, load_calibration
-from gemq.errors import IntegrityError, UsageError
-from gemq.quantize.plan import make_plan
-from gemq.quantize.seal import check_seal
-from gemq.quantize.skeleton import load_skeleton
-from gemq.quantize.verify import verify_against_source
-from gemq.recipes.model import load_recipe, parse_recipe
-from gemq.shards import ShardReader
 from tests.conftest import ROOT
 from tests.models.gemma4 import build
 from tests.models.inputs import chirp, gemma4_inputs, random_image
@@ -29,6 +20,15 @@ from tests.models.train_gemma4 import windows as text_windows
 from tests.quantize.dequantized import dequantized_copy
 from tests.quantize.small_jobs import run_job, windows
 from tests.quantize.test_run import walk_hidden
+
+from gemq.calibration.sets import CalibrationSet, load_calibration
+from gemq.errors import IntegrityError, UsageError
+from gemq.quantize.plan import make_plan
+from gemq.quantize.seal import check_seal
+from gemq.quantize.skeleton import load_skeleton
+from gemq.quantize.verify import verify_against_source
+from gemq.recipes.model import load_recipe, parse_recipe
+from gemq.shards import ShardReader
 
 KINDS = ("e4b", "e2b", "31b", "unified", "moe")
 TINY = ROOT / "tests" / "models" / "gemma4-tiny"
@@ -80,7 +80,8 @@ def test_every_decoder_linear_is_quantized_and_everything_else_is_byte_identical
 
 # linears of the published sizes: 42 x 7 usual ones less the shared layers' k and v, + 42 + 42 + 1
 @pytest.mark.parametrize(
-    ("name", "linears", "gigabytes_a_token"), [("e4b", 343, 9.29), ("e2b", None, None), ("12b", None, None), ("31b", None, None), ("26b-a4b", None, None)]
+    ("name", "linears", "gigabytes_a_token"),
+    [("e4b", 343, 9.29), ("e2b", None, None), ("12b", None, None), ("31b", None, None), ("26b-a4b", None, None)],
 )
 def test_a_plan_from_a_config_alone(name, linears, gigabytes_a_token, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(real_config(name)))
@@ -89,7 +90,8 @@ def test_a_plan_from_a_config_alone(name, linears, gigabytes_a_token, tmp_path):
     found = [matrix for matrix in skeleton.matrices if matrix.module != "lm_head"]
     layers = skeleton.text.num_hidden_layers
     shared = getattr(skeleton.text, "num_kv_shared_layers", 0) or 0
-    full_with_k_for_v = sum(kind == "full_attention" for kind in skeleton.text.layer_types) if getattr(skeleton.text, "attention_k_eq_v", False) else 0
+    full_layers = sum(kind == "full_attention" for kind in skeleton.text.layer_types)
+    full_with_k_for_v = full_layers if getattr(skeleton.text, "attention_k_eq_v", False) else 0
     per_layer_inputs = 2 * layers + 1 if getattr(skeleton.text, "hidden_size_per_layer_input", 0) else 0
     experts = 2 * layers if getattr(skeleton.text, "enable_moe_block", False) else 0
     assert len(found) == 7 * layers - 2 * shared - full_with_k_for_v + per_layer_inputs + experts

@@ -50,6 +50,9 @@ def quantize(
         raise UsageError(f"--resume is {resume!r}", "give auto, required or never")
 
     from gemq import atomic
+    from gemq.memory import prefer_large_pages
+
+    prefer_large_pages()
     from gemq.quantize.plan import make_plan, with_head
     from gemq.recipes.model import load_recipe
 
