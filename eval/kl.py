@@ -137,7 +137,7 @@ def _pair_sums(model: LocalModel, head: Head, reference_hidden: Any, record: Rec
     for part in chunks(len(targets), model.vocab_size):
         chosen = targets[part].unsqueeze(1)
         p = head.log_probabilities(reference_hidden[part].to(model.device))
-        q = model.head.log_probabilities(hidden[part])
+        q = model.head.log_probabilities(hidden[part]).to(p.device)
         theirs += p.gather(1, chosen).squeeze(1).tolist()
         ours += q.gather(1, chosen).squeeze(1).tolist()
         q.neg_().add_(p).mul_(p.exp_())

@@ -260,7 +260,8 @@ class LocalModel:
         found: list[float] = []
         for part in chunks(len(targets), self.vocab_size):
             table = self.head.log_probabilities(hidden[part])
-            found += table.gather(1, targets[part].unsqueeze(1)).squeeze(1).tolist()
+            # compressed-tensors may leave a checkpoint's modules, and so its outputs, on another device than it was asked for
+            found += table.gather(1, targets[part].to(table.device).unsqueeze(1)).squeeze(1).tolist()
         require_finite(found, self.name, record)
         return found
 

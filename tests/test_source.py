@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hub_stand_in import Repository, StandInHub, serving
+from hub_reads_stand_in import Repository, StandInHub, serving
 
 from gemq import source
 from gemq.errors import IntegrityError, UsageError
