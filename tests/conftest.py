@@ -17,6 +17,14 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def _plain_output() -> None:
+    """Each test starts as a command line does: without what `--json` or `--quiet` of an earlier one has set."""
+    from gemq import output
+
+    output.mode.json = output.mode.quiet = False
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real evaluation text and vectors beside the project; where CI runs it must be there."""

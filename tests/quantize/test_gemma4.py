@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tests.conftest import ROOT
 from tests.models.gemma4 import build
 from tests.models.inputs import chirp, gemma4_inputs, random_image
@@ -254,16 +253,6 @@ def test_a_source_that_lacks_a_towers_shard_is_refused_by_name(tmp_path):
     index = json.loads((source / "model.safetensors.index.json").read_text())
     victim = next(file for name, file in index["weight_map"].items() if "audio_tower" in name)
     (source / victim).unlink()
-    with pytest.raises(IntegrityError, match=victim):
-        run_job(source, tmp_path / "out")
-
-
-def test_a_source_that_lacks_a_towers_tensor_is_refused_by_name(built, tmp_path):
-    source = shutil.copytree(built("e4b"), tmp_path / "model")
-    tensors = load_file(source / "model.safetensors")
-    victim = next(name for name in tensors if "audio_tower" in name and name.endswith("linear.weight"))
-    del tensors[victim]
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(IntegrityError, match=victim):
         run_job(source, tmp_path / "out")
 
