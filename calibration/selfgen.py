@@ -22,7 +22,8 @@ from typing import Any
 from gemq import output
 from gemq.atomic import disk_errors, write_file
 from gemq.calibration.sets import CalibrationSet, digest
-from gemq.calibration.tokenize import encode_text, load_tokenizer, read_config, read_limits, short, text_config
+from gemq.calibration.tokenize import encode_text, load_tokenizer, read_limits, short, text_config
+from gemq.config_file import read_config
 from gemq.demo import cache_root
 from gemq.errors import IntegrityError, Interrupted, UsageError
 from gemq.shards import ShardReader

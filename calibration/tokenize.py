@@ -6,12 +6,12 @@ BOS is meaningless, and so are statistics gathered without it: every window star
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gemq.config_file import read_config
 from gemq.errors import UsageError
 
 SHORTEST_WINDOW = 16  # tokens with BOS; what a tail below that says about activations is mostly about BOS
@@ -26,20 +26,6 @@ class TokenLimits:
     max_length: int | None
     bos: int | None
     eos: int | None
-
-
-def read_config(model_dir: Path) -> dict[str, Any]:
-    """The checkpoint's config.json; raises UsageError where it is missing or no JSON object."""
-    path = model_dir / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"{model_dir} has no config.json", "point to a checkpoint directory in the transformers format") from None
-    except (ValueError, OSError) as error:
-        raise UsageError(f"{path} can't be read ({error})", "fetch or copy that file again") from None
-    if not isinstance(config, dict):
-        raise UsageError(f"{path} is no JSON object", "fetch or copy that file again")
-    return config
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,7 @@ from the config, without weights; a linear inside a decoder layer that no table 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from gemq.errors import UsageError
@@ -77,20 +75,6 @@ ARCHITECTURES = {
                      towers=("embed_vision", "embed_audio", "vision_embedder", "audio_embedder")),
     )
 }  # fmt: skip
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """The source's config.json; raises UsageError if there is none or it can't be read."""
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"{directory} has no config.json", "point to a Hugging Face checkpoint directory") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} can't be read: {error}", "fetch that file again") from None
-    if not isinstance(config, dict):
-        raise UsageError(f"{path} holds no JSON object", "fetch that file again")
-    return config
 
 
 def architecture_of(config: dict[str, Any]) -> Architecture:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemq.config_file import read_config
 from gemq.errors import IntegrityError, UsageError
 from gemq.quantize import architectures
 from gemq.quantize.architectures import EXPERT_TENSORS, KEPT_LINEARS, LAYER_LINEARS, MODEL_LINEARS, Architecture, LinearKind
@@ -128,13 +129,13 @@ def full_inventory(config: dict[str, Any]) -> dict[str, TensorSpec]:
     }
 
 
-def _find(row: Architecture, choices: Iterable[str], suffix: str, inventory: Mapping[str, TensorSpec]) -> str | None:
+def _find(choices: Iterable[str], suffix: str, inventory: Mapping[str, TensorSpec]) -> str | None:
     return next((choice for choice in choices if choice + suffix in inventory), None)
 
 
 def load_skeleton(directory: Path) -> tuple[Skeleton, ShardReader | None]:
     """The skeleton of the source in `directory`, and its reader (None where there is only a config.json, for a plan)."""
-    config = architectures.read_config(directory)
+    config = read_config(directory)
     row = architectures.architecture_of(config)
     architectures.refuse_quantized(config)
     model, text = build_text_model(config)
@@ -144,12 +145,12 @@ def load_skeleton(directory: Path) -> tuple[Skeleton, ShardReader | None]:
         inventory = {name: TensorSpec(name, info.dtype, info.shape) for name, info in reader.tensors.items()}
     else:
         inventory = full_inventory(config)
-    prefix = _find(row, row.prefixes, "embed_tokens.weight", inventory)
+    prefix = _find(row.prefixes, "embed_tokens.weight", inventory)
     if prefix is None:
         raise IntegrityError(
             f"{directory} has no {row.prefixes[0]}embed_tokens.weight", "fetch the source again: a shard may be missing from its index"
         )
-    head = _find(row, row.head_names, ".weight", inventory)
+    head = _find(row.head_names, ".weight", inventory)
     tied = head is None
     if tied and not (config.get("tie_word_embeddings", getattr(text, "tie_word_embeddings", True))):
         raise IntegrityError(

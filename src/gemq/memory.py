@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
-import sys
 
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 1 << 20
@@ -30,9 +28,3 @@ def return_freed_memory() -> None:
         libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
-
-
-def peak_resident_bytes() -> int:
-    """The largest resident memory that this process has had."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
