@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from gemq.errors import UsageError
 from gemq.quantize.architectures import DECODER_PARTS
 from gemq.quantize.skeleton import Matrix, Skeleton
+from gemq.quantize.storage import Storage, storage_of
 from gemq.recipes.model import PARTS, Recipe, Rule, Scheme
 from gemq.shards import TensorSpec
 
 Method = Literal["gptq", "rtn"]
+_NO_WEIGHT = ("weight_shape", "g_idx")  # tensors of a quantized matrix that say nothing of its weights
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,11 @@ class Plan:
     dropped: list[str] = field(default_factory=list)
 
     @property
+    def storage(self) -> Storage:
+        """The checkpoint format that the recipe names."""
+        return storage_of(self.recipe.format)
+
+    @property
     def specs(self) -> list[TensorSpec]:
         """Every tensor of the checkpoint, layer by layer."""
         specs = [*self.copied, *(spec for specs in self.written.values() for spec in specs)]
@@ -67,7 +74,7 @@ class Plan:
             stored = self.skeleton.inventory[matrix.tensor].nbytes * share
             before += stored
             unit = units.get(matrix.module)
-            after += stored if unit is None else share * sum(spec.nbytes for spec in _stored_as(self.skeleton, matrix, unit.scheme))
+            after += stored if unit is None else share * sum(spec.nbytes for spec in _stored_as(self, matrix, unit.scheme))
         return before, after
 
     def bits_per_weight(self) -> float:
@@ -79,8 +86,8 @@ class Plan:
                 continue
             count += matrix.numel
             unit = units.get(matrix.module)
-            specs = [self.skeleton.inventory[matrix.tensor]] if unit is None else _stored_as(self.skeleton, matrix, unit.scheme)
-            bits += 8 * sum(spec.nbytes for spec in specs if not spec.name.endswith("weight_shape"))
+            specs = [self.skeleton.inventory[matrix.tensor]] if unit is None else _stored_as(self, matrix, unit.scheme)
+            bits += 8 * sum(spec.nbytes for spec in specs if not spec.name.endswith(_NO_WEIGHT))
         return bits / count
 
     def source_bytes(self) -> int:
@@ -130,6 +137,7 @@ def make_plan(skeleton: Skeleton, recipe: Recipe) -> Plan:
         rule, scheme = choices[0]
         for matrix in matrices:
             _check_shape(recipe, matrix, scheme)
+            storage_of(recipe.format).require_expressible(recipe.name, matrix, scheme)
         units[name] = Unit(name, matrices[0].layer, tuple(matrices), scheme, rule.method or recipe.method)
     if not units:
         raise UsageError(f"recipe {recipe.name} quantizes nothing of this source", "add a rule for `decoder`")
@@ -211,30 +219,33 @@ def stored_matrices(skeleton: Skeleton, matrix: Matrix) -> list[Stored]:
     ]
 
 
-def _stored_as(skeleton: Skeleton, matrix: Matrix, scheme: Scheme) -> list[TensorSpec]:
-    specs, weights = [], scheme.weights
-    for stored in stored_matrices(skeleton, matrix):
-        shape = (stored.out_features, stored.in_features)
-        specs.append(TensorSpec(f"{stored.module}.weight_scale", "BF16", (shape[0], weights.groups(shape[1]))))
-        if scheme.format == "pack-quantized":
-            specs.append(TensorSpec(f"{stored.module}.weight_packed", "I32", (shape[0], shape[1] * weights.num_bits // 32)))
-            specs.append(TensorSpec(f"{stored.module}.weight_shape", "I64", (2,)))
-        else:
-            specs.append(TensorSpec(f"{stored.module}.weight", "F8_E4M3" if weights.type == "float" else "I8", shape))
-    return specs
+def _stored_as(plan: Plan, matrix: Matrix, scheme: Scheme) -> list[TensorSpec]:
+    return [
+        spec
+        for stored in stored_matrices(plan.skeleton, matrix)
+        for spec in plan.storage.specs(stored.module, (stored.out_features, stored.in_features), scheme)
+    ]
 
 
 def _with_tensors(plan: Plan) -> Plan:
     skeleton = plan.skeleton
     replaced = set()
     for unit in plan.units:
-        plan.written[unit.name] = [spec for matrix in unit.matrices for spec in _stored_as(skeleton, matrix, unit.scheme)]
+        plan.written[unit.name] = [spec for matrix in unit.matrices for spec in _stored_as(plan, matrix, unit.scheme)]
         # an untied head is added beside the embedding that it came from
         replaced |= {matrix.tensor for matrix in unit.matrices if not (matrix.module == "lm_head" and skeleton.tied)}
     if plan.recipe.drop_redundant_kv:
         plan.dropped = skeleton.redundant_kv()
     plan.copied = [spec for name, spec in skeleton.inventory.items() if name not in replaced and name not in set(plan.dropped)]
     return plan
+
+
+def with_format(recipe: Recipe, name: str) -> Recipe:
+    """`recipe` stored in another checkpoint format: `compressed-tensors` or `gptq`."""
+    valid = get_args(Recipe.model_fields["format"].annotation)
+    if name not in valid:
+        raise UsageError(f"--format is {name!r}", f"give {' or '.join(valid)}")
+    return recipe.model_copy(update={"format": name})
 
 
 def with_head(recipe: Recipe, head: str) -> Recipe:

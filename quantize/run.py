@@ -22,7 +22,6 @@ from gemq.quantize import gptq
 from gemq.quantize.checkpoint import write_companions
 from gemq.quantize.experts import solve_experts
 from gemq.quantize.journal import Journal, Resume, open_journal
-from gemq.quantize.packing import from_tensors, suffixes, to_tensors
 from gemq.quantize.plan import Plan, Stored, Unit, stored_matrices
 from gemq.quantize.rtn import round_to_nearest
 from gemq.quantize.scales import restore
@@ -172,8 +171,9 @@ class _Run:
     def _restored_matrix(self, matrix: Matrix, unit: Unit) -> torch.Tensor:
         parts = []
         for stored in stored_matrices(self.plan.skeleton, matrix):
-            tensors = {suffix: self.writer.read(f"{stored.module}.{suffix}") for suffix in suffixes(unit.scheme)}
-            parts.append(from_tensors(tensors, unit.scheme))
+            suffixes = self.plan.storage.suffixes(unit.scheme)
+            tensors = {suffix: self.writer.read(f"{stored.module}.{suffix}") for suffix in suffixes}
+            parts.append(self.plan.storage.from_tensors(tensors, unit.scheme))
         return parts[0] if matrix.experts is None else torch.cat(parts).reshape(matrix.experts, matrix.out_features, matrix.in_features)
 
     def _solve_unit(self, unit: Unit, weights: list[torch.Tensor], hessian: gptq.Hessian | None) -> list[torch.Tensor]:
@@ -244,11 +244,15 @@ class _Run:
             self._report(unit, {"scheme": unit.scheme.label(), "method": unit.method, **solved.reports[unit.name]}, started)
 
     def _write(self, whole: Stored, first: int, stored: torch.Tensor, scales: torch.Tensor, unit: Unit) -> None:
-        for suffix, tensor in to_tensors(stored, scales, unit.scheme, (whole.out_features, whole.in_features)).items():
-            if suffix == "weight_shape":
-                self.writer.write(f"{whole.module}.{suffix}", tensor)
+        storage = self.plan.storage
+        for suffix, tensor in storage.to_tensors(stored, scales, unit.scheme, (whole.out_features, whole.in_features)).items():
+            name, axis = f"{whole.module}.{suffix}", storage.OUTPUT_AXES[suffix]
+            if axis is None:
+                self.writer.write(name, tensor)
+            elif axis == 0:
+                self.writer.write_rows(name, first, tensor)
             else:
-                self.writer.write_rows(f"{whole.module}.{suffix}", first, tensor)
+                self.writer.write_columns(name, first, tensor)
 
     def _report(self, unit: Unit, report: dict[str, Any], started: float) -> None:
         self.journal.reports[unit.name] = report

@@ -128,6 +128,7 @@ class Recipe(_Frozen):
     method: Literal["gptq", "rtn"] = "gptq"
     rules: tuple[Rule, ...] = Field(min_length=1)
     gptq: Gptq = Gptq()
+    format: Literal["compressed-tensors", "gptq"] = "compressed-tensors"
     drop_redundant_kv: bool = False
 
     @property

@@ -312,6 +312,19 @@ class ShardWriter:
         raw = rows.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
         self._write_at(info.path, info.offset + first * (info.nbytes // info.shape[0]), _bytes_of(raw))
 
+    def write_columns(self, name: str, first: int, columns: torch.Tensor) -> None:
+        """Put `columns` at column `first` of the matrix `name`; raises ValueError where they don't fit."""
+        info = self.tensors[name]
+        rows, width = info.shape if len(info.shape) == 2 else (-1, -1)
+        if DTYPE_NAMES.get(columns.dtype) != info.dtype or columns.shape[0] != rows or first + columns.shape[1] > width:
+            raise ValueError(f"{name} was planned as {info.dtype} {info.shape}, got columns {first} on of {columns.dtype} {tuple(columns.shape)}")
+        if columns.shape[1] == width:
+            self.write(name, columns)
+            return
+        raw, item = columns.detach().contiguous().cpu().view(torch.uint8), columns.element_size()
+        for row in range(rows):
+            self._write_at(info.path, info.offset + (row * width + first) * item, _bytes_of(raw[row]))
+
     def copy(self, reader: ShardReader, name: str, source_name: str | None = None) -> None:
         """Copy a tensor byte for byte from `reader`, in pieces."""
         info, source = self.tensors[name], reader.info(source_name or name)

@@ -34,6 +34,9 @@ def quantize(
     column: Annotated[str | None, typer.Option(help="The data set's column.")] = None,
     pack: Annotated[bool, typer.Option("--pack", help="Let windows run over the ends of documents.")] = False,
     lm_head: Annotated[str | None, typer.Option(help="Quantize an untied head too: int4, int8, or keep.")] = None,
+    format_: Annotated[
+        str | None, typer.Option("--format", help="compressed-tensors or gptq (AutoGPTQ's, int4 and int8 only); else the recipe's.")
+    ] = None,
     eval_data: Annotated[
         str, typer.Option(help="Where to measure perplexity afterwards: self (fresh samples of the source), a .txt or .jsonl, or none.")
     ] = "self",
@@ -53,7 +56,7 @@ def quantize(
     from gemq.memory import prefer_large_pages
 
     prefer_large_pages()
-    from gemq.quantize.plan import make_plan, with_head
+    from gemq.quantize.plan import make_plan, with_format, with_head
     from gemq.recipes.model import load_recipe
 
     used = load_recipe(recipe)
@@ -62,6 +65,8 @@ def quantize(
         atomic.require_absent(target)
     if lm_head is not None:
         used = with_head(used, lm_head)
+    if format_ is not None:
+        used = with_format(used, format_)
     measure_on = _measuring_data(eval_data)
 
     from gemq.devices import choose
