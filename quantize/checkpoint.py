@@ -11,11 +11,12 @@ from typing import Any
 
 from gemq.atomic import write_file, write_point
 from gemq.quantize.plan import Plan
+from gemq.quantize.provenance import MANIFEST_FILE, PROVENANCE_FILE, RECIPE_FILE
+from gemq.quantize.seal import REPORTS, SEAL_FILE
 
-MANIFEST_FILE = "gemq.json"
-RECIPE_FILE = "recipe.yaml"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".tflite", ".pkl", ".npz")
-_OWN_FILES = {"gemq-demo.json", MANIFEST_FILE, RECIPE_FILE, SEAL_FILE, "config.json", "quantize_config.json", "README.md", ".gitattributes"}
+_OWN_FILES = {"gemq-demo.json", "config.json", "quantize_config.json", ".gitattributes",
+              MANIFEST_FILE, RECIPE_FILE, PROVENANCE_FILE, SEAL_FILE, *REPORTS}
 
 
 def checkpoint_config(plan: Plan) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from gemq.atomic import disk_errors, write_file, write_point
 from gemq.errors import IntegrityError, UsageError
 
 SEAL_FILE = "gemq.seal.json"
+CARD_FILE, MEASURED_FILE = "README.md", "measured.json"
+REPORTS = (CARD_FILE, MEASURED_FILE)  # what may be written anew about the same content
 VERSION = 1
 _MAX_SEAL_BYTES = 64 << 20
 _READ_BYTES = 128 << 10  # stays in the L2 cache between read and hash
@@ -129,10 +131,16 @@ def path_problem(path: str) -> str:
     return ""
 
 
-def write_seal(directory: Path) -> str:
+def content_digest(files: Iterable[SealedFile]) -> str:
+    """SHA-256 of the seal over all of `files` but the reports: how a model card, one of them, can name its checkpoint."""
+    return hashlib.sha256(seal_bytes(file for file in files if file.path not in REPORTS)).hexdigest()
+
+
+def write_seal(directory: Path, describe: Callable[[list[SealedFile]], dict[str, bytes]] | None = None) -> str:
     """Seal a finished directory, make its files read-only, and return the seal's digest.
 
-    The last step before the rename. Raises IntegrityError where the folder holds anything but regular files with plain names.
+    The last step before the rename. `describe` gets the files that are there and gives those that tell of them (name -> bytes): they are
+    written and sealed too. Raises IntegrityError where the folder holds anything but regular files with plain names.
     """
     with disk_errors(directory):
         for left_over in [path for path in directory.rglob(".*.tmp") if _LEFT_OVER.fullmatch(path.name)]:
@@ -152,10 +160,20 @@ def write_seal(directory: Path) -> str:
             if isinstance(digest, str):
                 raise IntegrityError(f"{directory} can't be sealed: {file.path} {digest}", "see what else writes there, and try again")
             sealed.append(SealedFile(bool(file.status.st_mode & 0o111), file.path, digest.hex(), file.status.st_size))
-        raw = seal_bytes(sealed)
-        write_file(directory / SEAL_FILE, raw)
-        os.chmod(directory / SEAL_FILE, 0o444)
-        write_point("sealed")
+        return put_seal(directory, sealed, {} if describe is None else describe(sealed))
+
+
+def put_seal(directory: Path, files: list[SealedFile], more: dict[str, bytes]) -> str:
+    """Write the files `more` (name -> bytes) and the seal over them and `files`, which are there and hashed; returns the seal's digest."""
+    sealed = [file for file in files if file.path not in more]
+    for name, content in more.items():
+        write_file(directory / name, content)
+        os.chmod(directory / name, 0o444)
+        sealed.append(SealedFile(False, name, hashlib.sha256(content).hexdigest(), len(content)))
+    raw = seal_bytes(sealed)
+    write_file(directory / SEAL_FILE, raw)
+    os.chmod(directory / SEAL_FILE, 0o444)
+    write_point("sealed")
     return hashlib.sha256(raw).hexdigest()
 
 
