@@ -15,7 +15,8 @@ from gemq.config_file import read_config
 from gemq.errors import IntegrityError, UsageError
 from gemq.quantize import architectures
 from gemq.quantize.architectures import EXPERT_TENSORS, KEPT_LINEARS, LAYER_LINEARS, MODEL_LINEARS, Architecture, LinearKind
-from gemq.shards import DTYPE_NAMES, INDEX_FILE, SINGLE_FILE, ShardReader, TensorSpec
+from gemq.quantize.whole_model import full_inventory, require_every_tensor
+from gemq.shards import INDEX_FILE, SINGLE_FILE, ShardReader, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -110,25 +111,6 @@ def build_text_model(config: dict[str, Any]) -> tuple[Any, Any]:
     return model.eval(), text
 
 
-def full_inventory(config: dict[str, Any]) -> dict[str, TensorSpec]:
-    """Every tensor that a model of this config has, by the names that transformers saves, for a plan without weights."""
-    import transformers
-
-    row = architectures.architecture_of(config)
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    whole = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config))
-    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."))
-    with torch.device("meta"):
-        model = getattr(transformers, row.name)._from_config(whole, dtype=dtype)
-    tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
-    return {
-        name: TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
-        for name, tensor in model.state_dict().items()
-        if name not in tied
-    }
-
-
 def _find(choices: Iterable[str], suffix: str, inventory: Mapping[str, TensorSpec]) -> str | None:
     return next((choice for choice in choices if choice + suffix in inventory), None)
 
@@ -144,7 +126,7 @@ def load_skeleton(directory: Path) -> tuple[Skeleton, ShardReader | None]:
         reader = ShardReader(directory)
         inventory = {name: TensorSpec(name, info.dtype, info.shape) for name, info in reader.tensors.items()}
     else:
-        inventory = full_inventory(config)
+        inventory = full_inventory(config, row)
     prefix = _find(row.prefixes, "embed_tokens.weight", inventory)
     if prefix is None:
         raise IntegrityError(
@@ -159,6 +141,8 @@ def load_skeleton(directory: Path) -> tuple[Skeleton, ShardReader | None]:
     head = head or row.head_names[row.prefixes.index(prefix)]
     skeleton = Skeleton(row, config, text, model, prefix, head, tied, inventory, [])
     skeleton.matrices = _matrices(skeleton)
+    if reader is not None:
+        require_every_tensor(skeleton)
     return skeleton, reader
 
 

@@ -257,6 +257,54 @@ def test_a_source_that_lacks_a_towers_shard_is_refused_by_name(tmp_path):
         run_job(source, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("kind", "victim"),
+    [
+        ("e4b", "model.audio_tower.layers.1.self_attn.q_proj.linear.weight"),
+        ("e4b", "model.vision_tower.encoder.layers.0.mlp.down_proj.output_max"),
+        ("e4b", "model.embed_vision.embedding_projection.weight"),
+        ("e4b", "model.language_model.layers.5.layer_scalar"),
+        ("31b", "model.vision_tower.std_scale"),
+        ("moe", "model.language_model.layers.2.router.per_expert_scale"),
+        ("unified", "model.vision_embedder.patch_dense.weight"),
+    ],
+)
+def test_a_source_that_lacks_a_tensor_is_refused_by_its_name_whatever_it_is_called_on_the_hub(built, kind, victim, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    source = shutil.copytree(built(kind), tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    del tensors[victim]
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    # transformers' own name of the 12B's patch embedder
+    named = victim.replace("vision_embedder", "embed_vision")
+    with pytest.raises(IntegrityError, match=f"the source has no tensor {named}, which its config implies"):
+        load_skeleton(source)
+
+
+def test_clip_bounds_may_be_missing_all_together(built, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    source = shutil.copytree(built("e4b"), tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(("_min", "_max"))}
+    assert len(kept) < len(tensors)
+    save_file(kept, source / "model.safetensors", metadata={"format": "pt"})
+    load_skeleton(source)
+
+
+def test_a_towers_tensor_of_another_shape_is_refused_by_its_name(built, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    source = shutil.copytree(built("e4b"), tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    name = "model.audio_tower.layers.1.self_attn.q_proj.linear.weight"
+    tensors[name] = tensors[name][:-8].contiguous()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(IntegrityError, match=rf"{name} has the shape \[56, 64\], its config implies \[64, 64\]"):
+        load_skeleton(source)
+
+
 @pytest.mark.parametrize("pattern", ["re:model.vision_tower.*", "re:model.audio_tower.*", "re:.*router.*", "re:model.embed_vision.*"])
 def test_a_recipe_that_reaches_into_a_tower_or_the_router_is_refused_by_the_tensors_name(built, pattern):
     skeleton, _ = load_skeleton(built("moe" if "router" in pattern else "e4b"))
