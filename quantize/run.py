@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import shutil
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 import gemq
 from gemq import atomic, output
@@ -19,13 +21,15 @@ from gemq.calibration.sets import CalibrationSet
 from gemq.errors import UsageError
 from gemq.memory import return_freed_memory
 from gemq.quantize import gptq
+from gemq.quantize.card import inherited_fields, reports
 from gemq.quantize.checkpoint import write_companions
 from gemq.quantize.experts import solve_experts
 from gemq.quantize.journal import Journal, Resume, open_journal
 from gemq.quantize.plan import Plan, Stored, Unit, stored_matrices
+from gemq.quantize.provenance import PROVENANCE_FILE, statement, statement_bytes
 from gemq.quantize.rtn import round_to_nearest
 from gemq.quantize.scales import restore
-from gemq.quantize.seal import write_seal
+from gemq.quantize.seal import CARD_FILE, REPORTS, SealedFile, write_seal
 from gemq.quantize.skeleton import Matrix
 from gemq.quantize.walk import Walk, Walker, require_finite
 from gemq.shards import ShardReader, ShardWriter
@@ -51,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a quantization made: the directory, its seal's digest, the manifest, and the seconds this run took."""
+    """What a quantization made: the directory, its seal's digest, the manifest, and the seconds until it could be measured."""
 
     directory: Path
     seal: str
@@ -59,9 +63,10 @@ class Outcome:
     seconds: float
 
 
-def quantize(job: Job) -> Outcome:
+def quantize(job: Job, measure: Callable[[Path], list[dict[str, Any]]] | None = None) -> Outcome:
     """Make the checkpoint of `job`, or finish one that was interrupted.
 
+    `measure` gets the directory when only card and seal are missing, and gives what the card is to tell of it (`card.summary`).
     Raises UsageError for an output that exists or can't fit, IntegrityError for a damaged source, StoppedSafely when the disk is full.
     """
     started = time.monotonic()
@@ -75,11 +80,12 @@ def quantize(job: Job) -> Outcome:
         run.solve()
         manifest = run.manifest()
         run.finish(manifest)
-        seal = write_seal(run.directory)
+        seconds = time.monotonic() - started
+        seal = write_seal(run.directory, run.describe(manifest, [] if measure is None else measure(run.directory)))
         atomic.write_point("sealed")
         atomic.publish(run.directory, job.output)
         shutil.rmtree(partial)
-    return Outcome(job.output, seal, manifest, time.monotonic() - started)
+    return Outcome(job.output, seal, manifest, seconds)
 
 
 def versions() -> dict[str, str]:
@@ -265,7 +271,7 @@ class _Run:
         calibration = self.job.calibration if self.plan.recipe.needs_calibration else None
         return {
             "version": 1,
-            "source": {"model": self.job.source.model, "revision": self.job.source.revision, "files": self.hashes},
+            "source": {"model": _name_of(self.job.source), "revision": self.job.source.revision, "files": self.hashes},
             "recipe": self.plan.recipe.name,
             "calibration": None if calibration is None else {"sha256": calibration.sha256, **calibration.description},
             "seed": self.job.seed,
@@ -281,10 +287,29 @@ class _Run:
         """Write what stands beside the shards."""
         self.writer.close()
         self.reader.close()
+        for name in (PROVENANCE_FILE, *REPORTS):  # of a run that ended between them and the seal
+            (self.directory / name).unlink(missing_ok=True)
         write_companions(self.plan, self.job.source.directory, self.directory, manifest)
         index = self.writer.index_json()
         if index is not None:
             atomic.write_file(self.directory / "model.safetensors.index.json", index)
+
+    def describe(self, manifest: dict[str, Any], measurements: list[dict[str, Any]]) -> Callable[[list[SealedFile]], dict[str, bytes]]:
+        """What makes provenance, card and measurements of the checkpoint's files."""
+        recipe = yaml.safe_load(self.plan.recipe.to_yaml())
+        inherited = inherited_fields(self.job.source.directory / CARD_FILE)
+
+        def made(files: list[SealedFile]) -> dict[str, bytes]:
+            raw = statement_bytes(statement(files, manifest, recipe))
+            told = SealedFile(False, PROVENANCE_FILE, hashlib.sha256(raw).hexdigest(), len(raw))
+            return {PROVENANCE_FILE: raw, **reports(manifest, recipe, [*files, told], measurements, inherited)}
+
+        return made
+
+
+def _name_of(source: Source) -> str:
+    """The source's name for others: of a local directory its last part, since where it lies here is nobody's business."""
+    return source.directory.name if source.kind == "local" else source.model
 
 
 def _part_of(unit: Unit) -> str:
