@@ -11,7 +11,7 @@ import contextlib
 import ipaddress
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -77,17 +77,22 @@ class Endpoint:
             yield Connection(self, client)
 
 
-def _client(base_url: str) -> httpx.Client:
+def client_options(base_url: str) -> dict[str, Any]:
+    """What every client of an endpoint is opened with: address, deadlines, API key, and no proxy in front of this machine itself."""
     host = urlsplit(base_url).hostname or ""
     with contextlib.suppress(ValueError):
         host = "localhost" if ipaddress.ip_address(host).is_loopback else host
     key = os.environ.get("VLLM_API_KEY")
-    return httpx.Client(
-        base_url=base_url,
-        timeout=httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS),
-        headers={"Authorization": f"Bearer {key}"} if key else {},
-        trust_env=host != "localhost",  # a proxy that the environment names can't reach this machine's loopback
-    )
+    return {
+        "base_url": base_url,
+        "timeout": httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS),
+        "headers": {"Authorization": f"Bearer {key}"} if key else {},
+        "trust_env": host != "localhost",  # a proxy that the environment names can't reach this machine's loopback
+    }
+
+
+def _client(base_url: str) -> httpx.Client:
+    return httpx.Client(**client_options(base_url))
 
 
 def _send(client: httpx.Client, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
@@ -97,11 +102,11 @@ def _send(client: httpx.Client, method: str, path: str, body: dict[str, Any] | N
         with attempt:
             response = client.request(method, path, json=body)
             if response.status_code >= 500 or response.status_code == 429:
-                raise _ServerError(f"it answered {response.status_code}: {_reason(response)}")
+                raise _ServerError(f"it answered {response.status_code}: {reason_of(response)}")
     return response
 
 
-def _reason(response: httpx.Response) -> str:
+def reason_of(response: httpx.Response) -> str:
     """The server's own message, in one line."""
     try:
         body = response.json()
@@ -120,7 +125,7 @@ def _choose_model(url: str, answer: httpx.Response, wanted: str) -> tuple[str, i
     except (ValueError, KeyError, TypeError):
         models = None
     if not models:
-        raise UsageError(f"{url} is no OpenAI-compatible endpoint: /v1/models answered {answer.status_code}: {_reason(answer)}",
+        raise UsageError(f"{url} is no OpenAI-compatible endpoint: /v1/models answered {answer.status_code}: {reason_of(answer)}",
                          "give the URL of a vLLM server, without a path or with /v1")  # fmt: skip
     if wanted and wanted not in models:
         raise UsageError(f"{url} does not serve {wanted!r}; it serves {', '.join(sorted(models))}", "put one of these behind the #")
@@ -155,9 +160,70 @@ class Connection:
             raise StoppedSafely(f"{self.name} stopped answering at {record.where}: {error or type(error).__name__}",
                                 "see the server's log, start it again, and run the same command again") from error  # fmt: skip
         if response.status_code != 200:
-            raise UsageError(f"{self.name} refused {record.where} ({response.status_code}): {_reason(response)}",
+            raise UsageError(f"{self.name} refused {record.where} ({response.status_code}): {reason_of(response)}",
                              "mend the record, or serve with prompt_logprobs and a window that is long enough")  # fmt: skip
         return _target_log_probabilities(response, self.name, record)
+
+    def decode(self, prompt: Sequence[int], count: int, where: str) -> list[int]:
+        """The `count` token ids that the endpoint decodes greedily after the ids of `prompt`, past an end-of-turn token too.
+
+        Raises StoppedSafely when the endpoint is gone, UsageError when it refuses, IntegrityError when ids, their number or `usage` are
+        not what was asked for.
+        """
+        body = {
+            "model": self.endpoint.model, "prompt": list(prompt), "max_tokens": count, "temperature": 0, "ignore_eos": True,
+            "add_special_tokens": False, "return_token_ids": True,
+        }  # fmt: skip
+        try:
+            response = _send(self._client, "POST", "/completions", body)
+        except (httpx.HTTPError, _ServerError) as error:
+            raise StoppedSafely(f"{self.name} stopped answering at {where}: {error or type(error).__name__}",
+                                "see the server's log, start it again, and run the same command again") from error  # fmt: skip
+        if response.status_code != 200:
+            raise UsageError(f"{self.name} refused {where} ({response.status_code}): {reason_of(response)}",
+                             "shorten the prompt or --tokens, or serve with a longer window")  # fmt: skip
+        return decoded_ids(response, self.name, prompt, count, where)
+
+
+def decoded_ids(response: httpx.Response, name: str, prompt: Sequence[int] | None, count: int, where: str) -> list[int]:
+    """The token ids of an answer to a request for `count` tokens, checked by `require_counts`."""
+    try:
+        answer = response.json()
+        choice = answer["choices"][0]
+        ids, echoed = choice.get("token_ids"), choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
+        usage, finish = answer.get("usage") or {}, choice.get("finish_reason")
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        raise IntegrityError(f"{where}: {name} answered 200 without choices", "the endpoint does not keep vLLM's contract") from None
+    return require_counts(ids, echoed, usage, finish, name=name, prompt=prompt, count=count, where=where)
+
+
+def require_counts(
+    ids: object, echoed: object, usage: object, finish: object, *, name: str, prompt: Sequence[int] | None, count: int, where: str
+) -> list[int]:
+    """`ids`, if they are `count` token ids and everything else that the answer says agrees with them and with the prompt that was sent.
+
+    Tokens are counted from ids, never from `usage`; a `usage` that says otherwise is an IntegrityError, as is a prompt that came back
+    changed. `prompt` is None where the server tokenized it.
+    """
+    def broken(why: str) -> IntegrityError:
+        return IntegrityError(f"{where}: {name} {why}", "what was asked for was not done: nothing measured there can be used")
+
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise broken(f"returned no token ids to count ({str(ids)[:40]}); return_token_ids was asked for")
+    counted = usage if isinstance(usage, dict) else {}
+    said = counted.get("completion_tokens")
+    if len(ids) != count:
+        raise broken(f"made {len(ids)} tokens, {count} were asked for; its usage says {said}")
+    if said is not None and said != len(ids):
+        raise broken(f"made {len(ids)} tokens, and its usage says {said}")
+    if finish not in (None, "length"):
+        raise broken(f"ended by {finish!r} though ignore_eos was asked for")
+    if prompt is not None:
+        if echoed is not None and echoed != list(prompt):
+            raise broken(f"changed the prompt: {len(prompt)} ids were sent, it worked on {len(echoed) if isinstance(echoed, list) else echoed}")
+        if counted.get("prompt_tokens") not in (None, len(prompt)):
+            raise broken(f"counted {counted['prompt_tokens']} prompt tokens, {len(prompt)} were sent")
+    return ids
 
 
 def _target_log_probabilities(response: httpx.Response, name: str, record: Record) -> list[float]:
