@@ -167,11 +167,9 @@ def card_bytes(manifest: dict[str, Any], recipe: dict[str, Any], files: list[Sea
     on_hub = source["revision"] is not None
     data = ModelCardData(
         base_model=source["model"] if on_hub else None, base_model_relation="quantized" if on_hub else None, library_name="vllm",
-        tags=["compressed-tensors", "gemq", *sorted({entry["scheme"].split()[0] for entry in manifest["units"].values()})],
+        tags=[recipe.get("format", "compressed-tensors"), "gemq", *sorted({entry["scheme"].split()[0] for entry in manifest["units"].values()})],
         model_name=model_name(manifest) if results else None, eval_results=results or None, **inherited,
     )  # fmt: skip
-    if not results:
-        del data.eval_results, data.model_name
     body = "\n".join([
         f"# {model_name(manifest)}", "", _opening(manifest, recipe), "", *_sizes(manifest), "", *_quality(measurements), "",
         *_making(manifest, recipe), "", *_serving(), "", *_checking(content_digest(files)), "",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gemq import output
-from gemq.errors import UsageError
+from gemq.errors import GemqError, UsageError
 
 if TYPE_CHECKING:
     from gemq.eval.ppl import PplResult
@@ -100,9 +100,24 @@ def quantize(
             pack=pack,
             device=chosen,
         )
-    outcome = make_checkpoint(Job(source, plan, reader, windows, target, seed, chosen, resume))  # type: ignore[arg-type]
-    measured = None if measure_on is None else _measure(outcome, source, measure_on, eval_records, length, seed, chosen)
-    _show_outcome(outcome, plan, measured)
+    results: list[PplResult] = []
+
+    def measure(directory: Path) -> list[dict[str, Any]]:
+        """What the card tells; the checkpoint is measured where it was built, before it is sealed."""
+        from gemq.quantize.card import summary
+
+        if measure_on is None:
+            return []
+        data = f"self, seed {seed + 1}" if measure_on == "self" else None
+        try:
+            results.append(_measure(directory, target, source, measure_on, eval_records, length, seed, chosen))
+        except (GemqError, KeyboardInterrupt):
+            output.note("the weights are finished: the same command measures and seals them, --eval-data none seals them unmeasured")
+            raise
+        return [summary(results[0].to_json(), data)]
+
+    outcome = make_checkpoint(Job(source, plan, reader, windows, target, seed, chosen, resume), measure)  # type: ignore[arg-type]
+    _show_outcome(outcome, plan, results[0] if results else None)
 
 
 def _measuring_data(eval_data: str) -> str | None:
@@ -114,15 +129,21 @@ def _measuring_data(eval_data: str) -> str | None:
     return eval_data
 
 
-def _measure(outcome: Outcome, source: Source, data: str, records: int, length: int, seed: int, device: str) -> PplResult:
+def _measure(
+    directory: Path, target: Path, source: Source, data: str, records: int, length: int, seed: int, device: str
+) -> PplResult:
+    """The unsealed checkpoint in `directory` beside its source, under the name `target` that it will have."""
     import tempfile
+    from dataclasses import replace
 
     from gemq.eval.ppl import evaluate_ppl
 
+    def evaluated(path: Path, records: int | None) -> PplResult:
+        result = evaluate_ppl(str(directory), path, reference=str(source.directory), records=records, device=device, with_kl=True)
+        return replace(result, target=str(target))
+
     if data != "self":
-        return evaluate_ppl(
-            str(outcome.directory), Path(data), reference=str(source.directory), records=records, device=device, with_kl=True
-        )
+        return evaluated(Path(data), records)
 
     from gemq.calibration.sets import load_calibration
     from gemq.eval.windows import write_records
@@ -132,7 +153,7 @@ def _measure(outcome: Outcome, source: Source, data: str, records: int, length: 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "self.jsonl"
         write_records(path, fresh.windows)
-        return evaluate_ppl(str(outcome.directory), path, reference=str(source.directory), device=device, with_kl=True)
+        return evaluated(path, None)
 
 
 def _show_plan(plan: Plan, tokens: int, device: str) -> None:
@@ -159,7 +180,7 @@ def _show_plan(plan: Plan, tokens: int, device: str) -> None:
         ],
     )
     linears = sum(matrix.module != "lm_head" for matrix in plan.skeleton.matrices)
-    quantized = sum(module != "lm_head" for module in plan.quantized_matrices)
+    quantized = sum(matrix.module != "lm_head" and matrix.module in plan.quantized_matrices for matrix in plan.skeleton.matrices)
     size, made = plan.source_bytes(), plan.checkpoint_bytes()
     output.result(
         {"architecture": architecture, "recipe": plan.recipe.model_dump(mode="json"), "decoder_linears": linears, "quantized_linears": quantized,
