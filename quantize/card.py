@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gemq.errors import IntegrityError, UsageError
 from gemq.output import human_bytes
 from gemq.quantize.audit import strict_json
-from gemq.quantize.seal import CARD_FILE, MEASURED_FILE, SealedFile, content_digest
+from gemq.quantize.seal import CARD_FILE, MEASURED_FILE, SealedFile, content_digest, read_regular
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
@@ -31,6 +31,7 @@ KINDS = {"ppl": ("ppl", "reference_ppl", "ratio", "kl_nats"), "kl": ("kl_nats",)
 _NAMES = {key: name for key, (_, name) in ESTIMATES.items()} | {"reference_ppl": "Perplexity of the source"}
 # of the source's own card, what is as true of a quantized copy; each is a text or a list of texts
 _INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+_MAX_BYTES = 16 << 20
 _HEX = re.compile(r"[0-9a-f]{64}")
 _VALID = "give what `gemq eval-ppl` or `gemq eval-kl` wrote to --output"
 
@@ -96,12 +97,10 @@ def measured_bytes(measurements: list[dict[str, Any]]) -> bytes:
 def read_measured(directory: Path) -> list[dict[str, Any]]:
     """The measurements that a checkpoint holds, none where it has no file of them; raises IntegrityError on anything else."""
     path = directory / MEASURED_FILE
-    try:
-        document = strict_json(path.read_bytes(), str(path))
-    except FileNotFoundError:
+    raw = read_regular(path, _MAX_BYTES)
+    if raw is None:
         return []
-    except OSError as error:
-        raise IntegrityError(f"{path} can't be read: {error.strerror}", "fetch the checkpoint again") from None
+    document = strict_json(raw, str(path))
     sound = isinstance(document, dict) and set(document) == {"measurements", "version"} and document["version"] == 1
     if not sound or not isinstance(document["measurements"], list):
         raise IntegrityError(f"{path} must have version 1 and a list of measurements, and nothing else", "fetch the checkpoint again")
@@ -217,7 +216,7 @@ def _making(manifest: dict[str, Any], recipe: dict[str, Any]) -> list[str]:
         how = "No calibration: the recipe looks at weights alone."
     else:
         how = (f"Calibration: {calibration['samples']} windows, {calibration['tokens']} tokens, of "
-               f"{'samples that the source wrote itself' if calibration.get('kind') == 'self' else '`' + str(calibration.get('name')) + '`'}; "
+               f"{'samples that the source wrote itself' if calibration['kind'] == 'self' else calibration.get('name', calibration['kind'])}; "
                f"SHA-256 of the windows `{calibration['sha256']}`.")  # fmt: skip
     versions = ", ".join(f"{name} {number}" for name, number in sorted(manifest["versions"].items()))
     dropped = len(manifest.get("dropped_tensors") or [])

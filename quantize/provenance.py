@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from gemq.errors import IntegrityError
 from gemq.quantize.audit import strict_json
-from gemq.quantize.seal import REPORTS, SEAL_FILE, Difference, SealedFile
+from gemq.quantize.seal import REPORTS, SEAL_FILE, Difference, SealedFile, read_regular
 
 MANIFEST_FILE, RECIPE_FILE = "gemq.json", "recipe.yaml"
 PROVENANCE_FILE = "provenance.intoto.json"
@@ -88,14 +88,8 @@ def statement_bytes(document: dict[str, Any]) -> bytes:
 def read_statement(directory: Path) -> dict[str, Any] | None:
     """A checkpoint's statement, None where it has none; raises IntegrityError on what is no provenance of gemq's."""
     path = directory / PROVENANCE_FILE
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(_MAX_BYTES + 1)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise IntegrityError(f"{path} can't be read: {error.strerror}", _ADVICE) from None
-    return parse_statement(raw, str(path))
+    raw = read_regular(path, _MAX_BYTES + 1)
+    return None if raw is None else parse_statement(raw, str(path))
 
 
 def parse_statement(raw: bytes, where: str = PROVENANCE_FILE) -> dict[str, Any]:
@@ -185,7 +179,7 @@ def _account_differences(document: dict[str, Any], directory: Path) -> list[Diff
     told = [(entry["name"], entry["digest"].get("sha256")) for entry in definition["resolvedDependencies"]]
     differences = []
     try:
-        manifest = strict_json((directory / MANIFEST_FILE).read_bytes(), MANIFEST_FILE)
+        manifest = strict_json(read_regular(directory / MANIFEST_FILE, _MAX_BYTES) or b"", MANIFEST_FILE)
         expected = list(manifest["source"]["files"].items())
         if manifest["calibration"] is not None:
             expected.append(("calibration", manifest["calibration"]["sha256"]))
@@ -196,7 +190,7 @@ def _account_differences(document: dict[str, Any], directory: Path) -> list[Diff
             differences.append(Difference(PROVENANCE_FILE, f"has another recipe than {RECIPE_FILE}"))
     except IntegrityError as error:
         differences.append(Difference(MANIFEST_FILE, error.message))
-    except (OSError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         differences.append(Difference(PROVENANCE_FILE, f"tells of a source, and {MANIFEST_FILE} or {RECIPE_FILE} does not"))
     return differences
 
@@ -205,6 +199,6 @@ def _plain_yaml(path: Path) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(path.read_bytes())
+        return yaml.safe_load(read_regular(path, _MAX_BYTES) or b"")
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise IntegrityError(f"{path.name} is no YAML: {str(error)[:100]}", _ADVICE) from None

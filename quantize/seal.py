@@ -191,16 +191,27 @@ def _seal_raw(directory: Path) -> bytes:
     path = directory / SEAL_FILE
     if not directory.is_dir():
         raise UsageError(f"{directory} is no directory", "give the directory of a checkpoint that gemq wrote")
+    raw = read_regular(path, _MAX_SEAL_BYTES + 1)
+    if raw is None:
+        raise IntegrityError(f"{directory} has no {SEAL_FILE}", "fetch it whole: every checkpoint of gemq's has one")
+    return raw
+
+
+def read_regular(path: Path, at_most: int) -> bytes | None:
+    """The first `at_most` bytes of a file that may be a stranger's, None where there is none.
+
+    Raises IntegrityError for a link, a pipe or anything else that is no regular file, without waiting for what it might have to say.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise IntegrityError(f"{directory} has no {SEAL_FILE}", "fetch it whole: every checkpoint of gemq's has one") from None
+        return None
     except OSError as error:
         raise IntegrityError(f"{path} can't be read: {error.strerror}", _FETCH_AGAIN) from None
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise IntegrityError(f"{path} is no regular file", _FETCH_AGAIN)
-        return file.read(_MAX_SEAL_BYTES + 1)
+        return file.read(at_most)
 
 
 def check_seal(directory: Path, *, fast: bool = False) -> list[Difference]:

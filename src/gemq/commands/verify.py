@@ -26,7 +26,7 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
     """Check a checkpoint against its seal, and with --source tensor by tensor against what it was made from. Exits 4 on any difference."""
-    from gemq.quantize import arena_rules, seal
+    from gemq.quantize import arena_rules, provenance, seal
     from gemq.quantize.audit import Quantization, Structure, audit_structure
     from gemq.quantize.seal import Difference
     from gemq.quantize.verify import verify_against_source
@@ -40,8 +40,10 @@ def verify(
         raise UsageError("--fast reads no weights, and --source compares them", "give one of the two")
     if source is not None and not source.is_dir():
         raise UsageError(f"the source {source} is no directory", "give the directory of the unquantized model")
-    digest, files = seal.seal_digest(checkpoint), len(seal.read_seal(checkpoint))
+    sealed = seal.read_seal(checkpoint)
+    digest, content = seal.seal_digest(checkpoint), seal.content_digest(sealed)
     differences = seal.check_seal(checkpoint, fast=fast)
+    differences += provenance.provenance_differences(checkpoint, sealed)
     structure, comparison = Structure({}, {}, Quantization(), []), None
     try:
         structure = audit_structure(checkpoint)
@@ -55,14 +57,16 @@ def verify(
         if arena is not None:
             differences += arena_rules.check_arena(checkpoint, source, arena, structure, comparison)
     differences = list(dict.fromkeys(differences))
-    document: dict[str, Any] = {"checkpoint": str(checkpoint), "seal_digest": digest, "files": files, "tensors": len(structure.tensors),
+    document: dict[str, Any] = {"checkpoint": str(checkpoint), "seal_digest": digest, "content_digest": content,
+                                "files": len(sealed), "provenance": any(file.path == provenance.PROVENANCE_FILE for file in sealed),
+                                "tensors": len(structure.tensors),
                                 "quantized_units": len(structure.units), "checked": "sizes and headers" if fast else "every byte",
                                 "arena": arena, "ok": not differences,
                                 "differences": [{"path": difference.path, "what": difference.what} for difference in differences]}
     if comparison is not None:
         document["source"] = _comparison_json(source, comparison)
         _print_table(comparison)
-    text = "" if differences else _sentence(checkpoint, digest, files, fast, source, arena)
+    text = "" if differences else _sentence(checkpoint, digest, content, document, source)
     output.result(document, text)
     if differences:
         _refuse(checkpoint, differences)
@@ -81,11 +85,13 @@ def _print_table(comparison: Comparison) -> None:
     output.table("", ("tensors", "count", "in the source", "in the checkpoint"), rows)
 
 
-def _sentence(checkpoint: Path, digest: str, files: int, fast: bool, source: Path | None, arena: str | None) -> str:
+def _sentence(checkpoint: Path, digest: str, content: str, document: dict[str, Any], source: Path | None) -> str:
+    fast = document["checked"] != "every byte"
     how = "names, modes, sizes and shard headers agree (--fast: no content was read)" if fast else "every byte agrees"
+    told = "; its provenance tells of these files" if document["provenance"] else "; it has no provenance"
     against = f"; every tensor accounted for against {source}" if source else ""
-    rules = f"; keeps to {arena}'s rules" if arena else ""
-    return f"{checkpoint}: {files} files, {how}{against}{rules}\nseal {digest}"
+    rules = f"; keeps to {document['arena']}'s rules" if document["arena"] else ""
+    return f"{checkpoint}: {document['files']} files, {how}{told}{against}{rules}\nseal {digest}\ncontent {content}"
 
 
 def _refuse(checkpoint: Path, differences: list[Difference]) -> None:
