@@ -3,7 +3,7 @@
 A linear [out, in] of b bits is stored as (AutoGPTQ's and GPTQModel's layout, which vLLM reads):
 qweight [in * b / 32, out] int32, packed along the inputs, low bits first; scales [groups, out]; qzeros [groups, out * b / 32]
 int32, packed along the outputs, each zero point minus one in `checkpoint_format: gptq` and as it is in `gptq_v2`; g_idx [in] int32,
-the group of each input.
+the group of each input. Modules may differ in bits (`dynamic`): a module's are read off the shapes of its tensors.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def read_state_dict(directory: Path, quantization: dict[str, Any]) -> dict[str, 
         )
     reader = ShardReader(directory)
     try:
-        return dict(_tensors(reader, int(bits), 1 if layout == "gptq" else 0))
+        return dict(_tensors(reader, 1 if layout == "gptq" else 0))
     finally:
         reader.close()
 
@@ -60,14 +60,17 @@ def _read_parts(reader: ShardReader, stem: str) -> tuple[torch.Tensor, torch.Ten
     return qweight, qzeros, scales, g_idx
 
 
-def _tensors(reader: ShardReader, bits: int, zero_offset: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(reader: ShardReader, zero_offset: int) -> Iterator[tuple[str, torch.Tensor]]:
     for name in reader.tensors:
         stem, _, part = name.rpartition(".")
         if f"{stem}.qweight" not in reader or part not in _PARTS:
             yield name, reader.read(name)
         elif part == "qweight":
             parts = qweight, qzeros, scales, g_idx = _read_parts(reader, stem)
+            bits = 32 * qweight.shape[0] // max(len(g_idx), 1)
             try:
+                if bits not in (2, 4, 8):
+                    raise RuntimeError("2, 4 and 8 bits can be read")
                 yield f"{stem}.weight", dequantize(qweight, qzeros, scales, g_idx, bits, zero_offset)
             except (RuntimeError, IndexError) as error:
                 shapes = ", ".join(f"{each} {tuple(tensor.shape)}" for each, tensor in zip(_PARTS, parts, strict=True))

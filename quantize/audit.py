@@ -1,7 +1,7 @@
 """A second pair of eyes on a checkpoint: its shards, its index and its quantization config, read without gemq's own reader or torch.
 
 Everything here is written from the formats' descriptions: safetensors (8 bytes of little-endian header length, a JSON header, the data)
-and compressed-tensors' `quantization_config` (which module takes which scheme, and which tensors a scheme stores).
+and, in schemes.py, what `quantization_config` says (which module takes which scheme, and which tensors a scheme stores).
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ import json
 import math
 import re
 import struct
-from dataclasses import dataclass, field
+import sys
+from array import array
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gemq.errors import IntegrityError, UsageError
+from gemq.quantize.schemes import Quantization, Scheme, quantization_of
 from gemq.quantize.seal import Difference
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
               "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}  # fmt: skip
-SCALE_DTYPES = ("BF16", "F16", "F32")
+_OF_UNITS = {"weight_packed", "weight_scale", "qweight"}  # a module with one of these is quantized
 _LONGEST_HEADER_BYTES = 100_000_000
 _LARGEST = 2**63 - 1
 # nn.Linear's usual names, where a target says "Linear" and only tensors are at hand
@@ -170,81 +173,6 @@ def _index_differences(index: Path, tensors: dict[str, Tensor]) -> list[Differen
     return differences
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """How one group of modules is stored, in compressed-tensors' terms."""
-
-    format: str
-    num_bits: int
-    type: str
-    symmetric: bool
-    strategy: str
-    group_size: int
-    static_input: bool
-    targets: tuple[str, ...]
-
-    def label(self) -> str:
-        """The scheme in a few characters: int4 g128 pack-quantized."""
-        size = f"g{self.group_size}" if self.strategy == "group" else self.strategy
-        return f"{self.type}{self.num_bits} {size} {self.format}"
-
-    def groups(self, in_features: int) -> int:
-        """Scales in a row."""
-        return in_features // self.group_size if self.strategy == "group" else 1
-
-    def tensors(self, shape: tuple[int, int]) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-        """What is stored for a weight [out, in]: suffix -> (valid dtypes, shape)."""
-        out, inputs = shape
-        groups = self.groups(inputs)
-        scale_shape = (1,) if self.strategy == "tensor" else (out, groups)
-        stored: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {"weight_scale": (SCALE_DTYPES, scale_shape)}
-        if self.format == "pack-quantized":
-            stored["weight_packed"] = (("I32",), (out, -(-inputs * self.num_bits // 32)))
-            stored["weight_shape"] = (("I64",), (2,))
-            if not self.symmetric:
-                stored["weight_zero_point"] = (("I32",), (-(-out * self.num_bits // 32), groups))
-        else:
-            stored["weight"] = (("F8_E4M3",) if self.type == "float" else ("I8",), shape)
-            if not self.symmetric:
-                stored["weight_zero_point"] = (("I8",), scale_shape)
-        if self.static_input:
-            stored["input_scale"] = (SCALE_DTYPES, (1,))
-        return stored
-
-
-@dataclass
-class Quantization:
-    """A checkpoint's `quantization_config`: its schemes, what it ignores, and whether the KV cache has scales."""
-
-    schemes: list[Scheme] = field(default_factory=list)
-    ignore: tuple[str, ...] = ()
-    kv_scales: bool = False
-
-    def scheme_of(self, module: str, *, is_linear: bool) -> Scheme | None:
-        """The scheme of `module`, or None: exact names before patterns before class names, what is ignored has none."""
-        if any(_matches(entry, module, is_linear) for entry in self.ignore):
-            return None
-        ranked = sorted(((_rank(target), target, number) for number, scheme in enumerate(self.schemes) for target in scheme.targets))
-        for _, target, number in ranked:
-            if _matches(target, module, is_linear):
-                return self.schemes[number]
-        return None
-
-
-def _rank(target: str) -> int:
-    return 1 if target.startswith("re:") else 2 if target in ("Linear", "Embedding") else 0
-
-
-def _matches(target: str, module: str, is_linear: bool) -> bool:
-    if target.startswith("re:"):
-        try:
-            return re.match(target[3:], module) is not None
-        except (re.error, RecursionError, OverflowError) as error:
-            raise IntegrityError(f"config.json has the pattern {target[:200]!r}, which is no regular expression: {error}",
-                                 "don't use this checkpoint") from None
-    return target == module or (target == "Linear" and is_linear)
-
-
 def read_config(directory: Path) -> dict[str, Any]:
     """config.json of a checkpoint or source; raises IntegrityError if it is missing or no JSON object."""
     try:
@@ -255,50 +183,6 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise IntegrityError(f"{directory / 'config.json'} is no JSON object", "fetch the checkpoint again")
     return config
-
-
-def quantization_of(config: dict[str, Any]) -> Quantization:
-    """What config.json says of quantization; empty for an unquantized model. Raises IntegrityError on what can't be understood."""
-
-    def broken(why: str) -> IntegrityError:
-        return IntegrityError(f"quantization_config in config.json {why}", "don't use this checkpoint, or quantize the source again")
-
-    stated = config.get("quantization_config")
-    if stated is None:
-        return Quantization()
-    if not isinstance(stated, dict) or not isinstance(stated.get("config_groups"), dict):
-        raise broken("must be an object with config_groups")
-    if stated.get("quant_method") != "compressed-tensors":
-        raise broken(f"has the quant_method {str(stated.get('quant_method'))[:40]!r}, this reader knows 'compressed-tensors'")
-    ignore = stated.get("ignore") or []
-    if not isinstance(ignore, list) or not all(isinstance(entry, str) for entry in ignore):
-        raise broken("must have a list of names in ignore")
-    schemes = [_scheme(name, group, stated.get("format"), broken) for name, group in stated["config_groups"].items()]
-    return Quantization(schemes, tuple(ignore), bool(stated.get("kv_cache_scheme")))
-
-
-def _scheme(name: str, group: Any, overall: object, broken: Any) -> Scheme:
-    weights = group.get("weights") if isinstance(group, dict) else None
-    targets = group.get("targets") if isinstance(group, dict) else None
-    if not isinstance(weights, dict) or not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise broken(f"group {name!r} must have targets and weights")
-    form = group.get("format") or overall
-    bits, kind, strategy = weights.get("num_bits", 8), weights.get("type", "int"), weights.get("strategy")
-    size = weights.get("group_size")
-    if strategy is None:
-        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
-    valid_bits = {"pack-quantized": range(1, 9), "int-quantized": (8,), "float-quantized": (8,)}
-    if form not in valid_bits:
-        raise broken(f"group {name!r} has the format {str(form)[:40]!r}, this reader knows {', '.join(valid_bits)}")
-    if type(bits) is not int or bits not in valid_bits[form] or kind != ("float" if form == "float-quantized" else "int"):
-        raise broken(f"group {name!r} stores {str(kind)[:40]} of {str(bits)[:40]} bits as {form}")
-    if strategy not in ("group", "channel", "tensor") or (strategy == "group") != (type(size) is int and size > 0):
-        raise broken(f"group {name!r} has the strategy {str(strategy)[:40]!r} with the group_size {str(size)[:40]}")
-    inputs = group.get("input_activations")
-    static = isinstance(inputs, dict) and inputs.get("dynamic", False) is False
-    symmetric = weights.get("symmetric", True)
-    group_size = size if strategy == "group" and isinstance(size, int) else 0
-    return Scheme(form, bits, kind, symmetric is not False, strategy, group_size, static, tuple(targets))
 
 
 @dataclass(frozen=True)
@@ -331,13 +215,13 @@ def audit_structure(directory: Path) -> Structure:
         modules.setdefault(module, {})[suffix] = tensor
     units = {}
     for module, held in modules.items():
-        if "weight_packed" in held or "weight_scale" in held:
+        if _OF_UNITS & set(held):
             unit = _unit(module, held, quantization, differences)
             if unit is not None:
                 units[module] = unit
         elif "weight" in held and len(held["weight"].shape) == 2:
             scheme = quantization.scheme_of(module, is_linear=_LINEAR_NAMES.search(module) is not None)
-            if scheme is not None:
+            if scheme is not None and quantization.names_all:
                 differences.append(Difference(f"{module}.weight", f"is not quantized, the config says {scheme.label()}"))
     return Structure(tensors, units, quantization, differences)
 
@@ -345,7 +229,7 @@ def audit_structure(directory: Path) -> Structure:
 def _unit(module: str, held: dict[str, Tensor], quantization: Quantization, differences: list[Difference]) -> Unit | None:
     scheme = quantization.scheme_of(module, is_linear=True)
     if scheme is None:
-        differences.append(Difference(module, "is quantized, and no target of the config names it"))
+        differences.append(Difference(module, f"is quantized, and {quantization.unnamed}"))
         return None
     shape = _shape_of(module, held, scheme, differences)
     if shape is None:
@@ -365,11 +249,38 @@ def _unit(module: str, held: dict[str, Tensor], quantization: Quantization, diff
             whole = False
     for suffix in sorted(set(held) - set(expected) - {"bias"}):
         differences.append(Difference(f"{module}.{suffix}", f"has no place beside {scheme.label()}"))
-    return Unit(module, shape, scheme, {suffix: held[suffix] for suffix in expected}) if whole else None
+    unit = Unit(module, shape, scheme, {suffix: held[suffix] for suffix in expected}) if whole else None
+    if unit is not None and scheme.format == "gptq":
+        differences += _gptq_differences(unit)
+    return unit
+
+
+def _gptq_differences(unit: Unit) -> list[Difference]:
+    """Where zero points or groups are not those that vLLM takes for granted: it looks at neither tensor."""
+    scheme, differences = unit.scheme, []
+    zeros, order = unit.tensors["qzeros"], unit.tensors["g_idx"]
+    word = sum(scheme.stored_zero << shift for shift in range(0, 32, scheme.num_bits)).to_bytes(4, "little")
+    if _whole(zeros) != word * (zeros.nbytes // 4):
+        differences.append(Difference(zeros.name, f"are not all {scheme.stored_zero}, the zero point of symmetric weights that vLLM assumes"))
+    size = unit.shape[1] // max(scheme.groups(unit.shape[1]), 1)
+    groups = array("i", (column // size for column in range(unit.shape[1])))
+    if sys.byteorder == "big":
+        groups.byteswap()
+    if _whole(order) != groups.tobytes():
+        differences.append(Difference(order.name, f"does not number groups of {size} inputs in their order, which vLLM assumes"))
+    return differences
+
+
+def _whole(tensor: Tensor) -> bytes:
+    with open(tensor.file, "rb") as file:
+        file.seek(tensor.start)
+        return file.read(tensor.nbytes)
 
 
 def _shape_of(module: str, held: dict[str, Tensor], scheme: Scheme, differences: list[Difference]) -> tuple[int, int] | None:
     """[out, in] of a unit's weight: weight_shape says it where it is packed, else the weight itself."""
+    if scheme.format == "gptq":
+        return _shape_of_gptq(module, held, scheme, differences)
     stored, needed = ("weight_shape", "weight_packed") if scheme.format == "pack-quantized" else ("weight", "weight")
     for suffix in (stored, needed):
         if suffix not in held:
@@ -391,3 +302,14 @@ def _shape_of(module: str, held: dict[str, Tensor], scheme: Scheme, differences:
         differences.append(Difference(tensor.name, f"says [{out}, {inputs}], which is no shape"))
         return None
     return out, inputs
+
+
+def _shape_of_gptq(module: str, held: dict[str, Tensor], scheme: Scheme, differences: list[Difference]) -> tuple[int, int] | None:
+    tensor = held.get("qweight")
+    if tensor is None:
+        differences.append(Difference(f"{module}.qweight", f"is missing, {scheme.label()} needs it"))
+    elif len(tensor.shape) != 2 or not all(tensor.shape):
+        differences.append(Difference(tensor.name, f"has the shape {list(tensor.shape)}, {scheme.label()} means a matrix"))
+    else:
+        return tensor.shape[1], tensor.shape[0] * 32 // scheme.num_bits
+    return None

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock, local
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,8 +36,8 @@ from gemq.errors import GemqError, IntegrityError, UsageError
 from gemq.quantize.audit import Structure, Tensor, Unit, audit_structure, read_tensors
 from gemq.quantize.pairs import ExpertMatrix, Pairs
 from gemq.quantize.seal import Difference
+from gemq.quantize.stored import Floats, decode, integers_of, read, scales_of, zero_points_of
 
-Floats = NDArray[np.float32]
 _CHUNK_WEIGHTS = 1 << 20
 _CHUNK_BYTES = 8 << 20
 _LARGEST_CLIP = 1.9
@@ -177,65 +177,17 @@ def _run(jobs: list[tuple[int, Callable[[], object]]]) -> list[object]:
     return results
 
 
-_open = local()
-
-
-def _read(tensor: Tensor, start: int, nbytes: int) -> bytes:
-    """Bytes of a tensor; a thread keeps the file that it read last open."""
-    if getattr(_open, "path", None) != tensor.file:
-        _open.file, _open.path = open(tensor.file, "rb", buffering=0), tensor.file  # noqa: SIM115
-    raw = os.pread(_open.file.fileno(), nbytes, tensor.start + start)
-    if len(raw) != nbytes:
-        raise IntegrityError(f"{tensor.file} ended while {tensor.name} was read", "the file changed: fetch or copy it again")
-    return raw
-
-
 def first_difference(tensor: Tensor, original: Tensor) -> str:
     """Where a copied tensor is not the source's ("" when it is, byte for byte)."""
     if (tensor.dtype, tensor.shape) != (original.dtype, original.shape):
         return f"is {tensor.dtype} {list(tensor.shape)}, the source has {original.dtype} {list(original.shape)}"
     for start in range(0, tensor.nbytes, _CHUNK_BYTES):
         nbytes = min(_CHUNK_BYTES, tensor.nbytes - start)
-        ours, theirs = _read(tensor, start, nbytes), _read(original, start, nbytes)
+        ours, theirs = read(tensor, start, nbytes), read(original, start, nbytes)
         if ours != theirs:
             at = int(np.argmax(np.frombuffer(ours, np.uint8) != np.frombuffer(theirs, np.uint8)))
             return f"differs from the source from byte {start + at} of {tensor.nbytes} on"
     return ""
-
-
-def decode(raw: bytes, dtype: str) -> Floats:
-    """Numbers of a stored float type as float32."""
-    if dtype == "BF16":
-        return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
-    if dtype == "F8_E4M3":
-        return _E4M3[np.frombuffer(raw, np.uint8)]
-    kinds = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
-    if dtype not in kinds:
-        raise IntegrityError(f"a weight of dtype {dtype} is no float", "give the unquantized source")
-    return np.frombuffer(raw, kinds[dtype]).astype(np.float32)
-
-
-def _e4m3(code: int) -> float:
-    sign, exponent, mantissa = -1.0 if code & 128 else 1.0, code >> 3 & 15, code & 7
-    if exponent == 15 and mantissa == 7:
-        return math.nan
-    return sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
-
-
-_E4M3 = np.array([_e4m3(code) for code in range(256)], np.float32)
-
-
-def unpack(raw: bytes, rows: int, columns: int, num_bits: int) -> NDArray[np.int16]:
-    """Signed integers [rows, columns] from rows of little-endian int32 words that hold them bit after bit, lowest first, offset by half."""
-    words = np.frombuffer(raw, np.uint8).reshape(rows, -1)
-    if num_bits == 8:
-        values = words[:, :columns].astype(np.int16)
-    elif num_bits == 4:
-        values = np.stack([words & 15, words >> 4], axis=-1).reshape(rows, -1)[:, :columns].astype(np.int16)
-    else:
-        bits = np.unpackbits(words, axis=1, bitorder="little")[:, : columns * num_bits].reshape(rows, columns, num_bits)
-        values = (bits.astype(np.int16) << np.arange(num_bits, dtype=np.int16)).sum(-1, dtype=np.int16)
-    return values - np.int16(1 << (num_bits - 1))
 
 
 def nearest_e4m3(values: Floats) -> Floats:
@@ -243,18 +195,6 @@ def nearest_e4m3(values: Floats) -> Floats:
     _, exponent = np.frexp(values)
     step = np.ldexp(np.float32(1), np.maximum(exponent - 1, -6) - 3)
     return np.clip(np.rint(values / step) * step, -448, 448).astype(np.float32)
-
-
-def _zero_points(unit: Unit) -> NDArray[np.float32] | float:
-    stored = unit.tensors.get("weight_zero_point")
-    if stored is None:
-        return 0.0
-    raw = _read(stored, 0, stored.nbytes)
-    out, groups = unit.shape[0], unit.scheme.groups(unit.shape[1])
-    if unit.scheme.format != "pack-quantized":
-        return np.broadcast_to(np.frombuffer(raw, np.int8).reshape(stored.shape), (out, groups)).astype(np.float32)
-    columns = np.ascontiguousarray(np.frombuffer(raw, "<i4").reshape(stored.shape).T)
-    return unpack(columns.tobytes(), groups, out, unit.scheme.num_bits).T.astype(np.float32)
 
 
 def fit_unit(unit: Unit, original: Tensor) -> Fit:
@@ -273,20 +213,18 @@ def _group_sums(unit: Unit, original: Tensor) -> tuple[NDArray[np.float64], NDAr
     """<x,x> <x,q> <q,q> <x,r> <r,r> in steps [5, groups]; squared steps [out, groups of a row]; square norms: error, rounding, weights."""
     (out, inputs), scheme = unit.shape, unit.scheme
     groups = scheme.groups(inputs)
-    stored = unit.tensors["weight_scale"]
-    scales = np.broadcast_to(decode(_read(stored, 0, stored.nbytes), stored.dtype).reshape(stored.shape), (out, groups))
+    scales = scales_of(unit)
     if not np.isfinite(scales).all() or (scales == 0).any():
         raise IntegrityError("has a scale that is zero or no finite number")
-    zeros, body = _zero_points(unit), unit.tensors.get("weight_packed") or unit.tensors["weight"]
+    zeros = zero_points_of(unit)
     sums, norms = [], np.zeros(3)
     step = max(1, _CHUNK_WEIGHTS // max(inputs, 1))
     for first in range(0, out, step):
         rows = min(step, out - first)
-        source_raw = _read(original, first * original.nbytes // out, rows * original.nbytes // out)
-        w = decode(source_raw, original.dtype).reshape(rows, groups, -1)
+        w = decode(read(original, first * original.nbytes // out, rows * original.nbytes // out), original.dtype).reshape(rows, groups, -1)
         s = scales[first : first + rows, :, None]
         zero = zeros[first : first + rows, :, None] if isinstance(zeros, np.ndarray) else 0.0
-        q = _integers(unit, _read(body, first * body.nbytes // out, rows * body.nbytes // out), rows).reshape(w.shape) - zero
+        q = integers_of(unit, first, rows).reshape(w.shape) - zero
         x = w / s
         r = _rounded(unit, x, zero)
         if not np.isfinite(q).all() or not np.isfinite(w).all():
@@ -299,12 +237,6 @@ def _group_sums(unit: Unit, original: Tensor) -> tuple[NDArray[np.float64], NDAr
     if scheme.strategy == "tensor":  # one scale for all: quiet rows may round to nothing, together they may not
         joined, scales = joined.sum(axis=1, keepdims=True), scales[:1]
     return joined, scales.astype(np.float64) ** 2, (float(norms[0]), float(norms[1]), float(norms[2]))
-
-
-def _integers(unit: Unit, raw: bytes, rows: int) -> Floats:
-    if unit.scheme.format == "pack-quantized":
-        return unpack(raw, rows, unit.shape[1], unit.scheme.num_bits).astype(np.float32)
-    return decode(raw, "F8_E4M3") if unit.scheme.type == "float" else np.frombuffer(raw, np.int8).astype(np.float32)
 
 
 def _rounded(unit: Unit, x: Floats, zero: NDArray[np.float32] | float) -> Floats:

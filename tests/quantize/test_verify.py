@@ -23,7 +23,8 @@ from gemq.errors import GemqError, IntegrityError, UsageError
 from gemq.quantize.arena_rules import check_arena
 from gemq.quantize.audit import Quantization, Scheme, audit_structure, quantization_of, read_shard, read_tensors
 from gemq.quantize.seal import Difference
-from gemq.quantize.verify import Comparison, decode, nearest_e4m3, unpack, verify_against_source
+from gemq.quantize.stored import decode, unpack
+from gemq.quantize.verify import Comparison, nearest_e4m3, verify_against_source
 
 Tensors = dict[str, torch.Tensor]
 REDUNDANT = f"{TEXT}.layers.2.self_attn.k_proj.weight"
