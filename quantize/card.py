@@ -27,6 +27,7 @@ ESTIMATES = {
     "kl_nats": ("kl_divergence", "KL from the source, nats a token"),
 }
 """Estimates of a measurement -> the metric's type in the model index, and its name."""
+_NUMBERS = ("value", "standard_error", "upper_95")
 KINDS = {"ppl": ("ppl", "reference_ppl", "ratio", "kl_nats"), "kl": ("kl_nats",)}
 _NAMES = {key: name for key, (_, name) in ESTIMATES.items()} | {"reference_ppl": "Perplexity of the source"}
 # of the source's own card, what is as true of a quantized copy; each is a text or a list of texts
@@ -57,8 +58,7 @@ def summary(document: dict[str, Any], data: str | None = None) -> dict[str, Any]
 
 
 def _rounded(estimate: dict[str, Any]) -> dict[str, float | None]:
-    keys = ("value", "standard_error", "upper_95")
-    return {key: None if estimate[key] is None else float(f"{estimate[key]:.6g}") for key in keys}
+    return {key: None if estimate[key] is None else float(f"{estimate[key]:.6g}") for key in _NUMBERS}
 
 
 def _measurement_problem(made: Any) -> str:
@@ -76,7 +76,7 @@ def _measurement_problem(made: Any) -> str:
         return f"has the data_sha256 {made['data_sha256'][:80]!r}, which is no SHA-256"
     for key in set(estimates) & set(made):
         estimate = made[key]
-        if not isinstance(estimate, dict) or set(estimate) != {"value", "standard_error", "upper_95"}:
+        if not isinstance(estimate, dict) or set(estimate) != set(_NUMBERS):
             return f"has a {key} without value, standard_error and upper_95"
         for name, value in estimate.items():
             absent = value is None and name != "value"
@@ -202,7 +202,7 @@ def _quality(measurements: list[dict[str, Any]]) -> list[str]:
              "|---|---|---|---|---|---|---|"]  # fmt: skip
     for made in measurements:
         for key in (key for key in KINDS[made["kind"]] if key in made):
-            numbers = ("–" if value is None else f"{value:.6g}" for value in made[key].values())
+            numbers = ("–" if made[key][name] is None else f"{made[key][name]:.6g}" for name in _NUMBERS)
             lines.append(f"| {made['data']} | {_NAMES[key]} | {' | '.join(numbers)} | {made['tokens']} | {made['records']} |")
     used = sorted({(made["data"], made["data_sha256"], made["dtype"]) for made in measurements})
     return [*lines, "", *(f"- {data}: SHA-256 `{digest}`, computed in {dtype}" for data, digest, dtype in used)]

@@ -208,9 +208,10 @@ def read_regular(path: Path, at_most: int) -> bytes | None:
         return None
     except OSError as error:
         raise IntegrityError(f"{path} can't be read: {error.strerror}", _FETCH_AGAIN) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise IntegrityError(f"{path} is no regular file", _FETCH_AGAIN)
     with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise IntegrityError(f"{path} is no regular file", _FETCH_AGAIN)
         return file.read(at_most)
 
 
