@@ -161,7 +161,16 @@ def _load(checkpoint: LocalCheckpoint, device: torch.device, dtype: torch.dtype)
             warnings.simplefilter("ignore")
             method = checkpoint.quantization.get("quant_method")
             if method == "compressed-tensors":
+                from gemq.eval.tables import quantized_tables, without_tables
+                from gemq.eval.tables import read_state_dict as read_with_tables
+
                 arguments["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
+                if tables := quantized_tables(checkpoint.directory):
+                    arguments["config"] = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
+                    arguments["config"].quantization_config = without_tables(checkpoint.quantization, tables)
+                    arguments["state_dict"] = read_with_tables(checkpoint.directory, tables)
+                    del arguments["local_files_only"]
+                    source = None
             elif method == "gptq":
                 from gemq.eval.gptq_format import read_state_dict
 

@@ -1,4 +1,4 @@
-"""What gemq knows of each architecture, as tables: where its decoder lies in a checkpoint, and which linears it has.
+"""What gemq knows of each architecture, as data: where its decoder lies in a checkpoint, and which linears it has.
 
 Which of the linears a given layer really has (shared K/V, k = v, per-layer embeddings) is read off the model class that transformers builds
 from the config, without weights; a linear inside a decoder layer that no table names is an error, so that nothing is missed in silence.
@@ -44,6 +44,11 @@ KEPT_LINEARS = ("router.proj",)
 EXPERT_TENSORS = (
     LinearKind("experts.gate_up_proj", "experts", "experts.gate_up_proj"),
     LinearKind("experts.down_proj", "experts", "experts.down_proj"),
+)
+# Tables of rows that are looked up; quantized only where a recipe names their part.
+TABLES = (
+    LinearKind("embed_tokens", "embedding", "embed_tokens"),
+    LinearKind("embed_tokens_per_layer", "ple_embedding", "embed_tokens_per_layer"),
 )
 DECODER_PARTS = ("attention", "mlp", "experts")
 

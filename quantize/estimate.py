@@ -39,7 +39,7 @@ def estimate(plan: Plan, tokens: int, device: str) -> Estimate:
     forward = 2 * sum(layers.values()) * tokens
     hessians = sum(unit.in_features**2 for unit in gptq) * tokens
     solves = sum(unit.numel * unit.in_features + 2 * unit.in_features**3 for unit in gptq)
-    seconds += (forward + hessians + 2 * solves) / _matmul_rate(device)
+    seconds += (forward + hessians + 2 * solves) / _matmul_rate(device) + sum(unit.numel for unit in plan.units if unit.is_table) / 1e8
     widest = max(unit.in_features for unit in gptq)
     live = tokens * 4 * (2 * text.hidden_size + widest)
     per_layer_inputs = tokens * 4 * text.num_hidden_layers * (getattr(text, "hidden_size_per_layer_input", 0) or 0)

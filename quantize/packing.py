@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,11 +67,11 @@ def suffixes(scheme: Scheme) -> tuple[str, ...]:
 
 def quantization_config(plan: Plan) -> dict[str, Any]:
     """The `quantization_config` of compressed-tensors for `plan`, in the keys that vLLM's pinned reader (0.17) knows."""
-    by_scheme: dict[str, list[Unit]] = {}
+    by_scheme: dict[tuple[str, bool], list[Unit]] = {}
     for unit in plan.units:
-        by_scheme.setdefault(unit.scheme.model_dump_json(), []).append(unit)
+        by_scheme.setdefault((unit.scheme.model_dump_json(), unit.is_table), []).append(unit)
     groups, formats = {}, []
-    body_schemes = sum(any(unit.name != "lm_head" for unit in units) for units in by_scheme.values())
+    body_schemes = sum(any(unit.name != "lm_head" and not unit.is_table for unit in units) for units in by_scheme.values())
     for number, units in enumerate(by_scheme.values()):
         scheme = units[0].scheme
         gptq = any(unit.method == "gptq" for unit in units)
@@ -118,8 +119,8 @@ def _input_args(scheme: Scheme) -> dict[str, Any] | None:
 
 def _targets(plan: Plan, units: list[Unit], *, only_body: bool) -> list[str]:
     """`Linear` where one scheme covers the body; else a pattern a kind, or a pattern a module where layers differ."""
-    found = [r"re:.*lm_head$"] if any(unit.name == "lm_head" for unit in units) else []
-    body = [matrix for unit in units for matrix in unit.matrices if matrix.module != "lm_head"]
+    found = [rf"re:.*{re.escape(unit.name)}$" for unit in units if unit.name == "lm_head" or unit.is_table]
+    body = [matrix for unit in units for matrix in unit.matrices if matrix.module != "lm_head" and not unit.is_table]
     if not body:
         return found
     return [*found, "Linear"] if only_body else found + [f"re:{pattern}" for pattern in patterns(plan, body)]

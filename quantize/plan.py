@@ -10,6 +10,7 @@ from gemq.errors import UsageError
 from gemq.quantize.architectures import DECODER_PARTS
 from gemq.quantize.skeleton import Matrix, Skeleton
 from gemq.quantize.storage import Storage, storage_of
+from gemq.quantize.tables import check_table
 from gemq.recipes.model import PARTS, Recipe, Rule, Scheme
 from gemq.shards import TensorSpec
 
@@ -34,6 +35,11 @@ class Unit:
     @property
     def numel(self) -> int:
         return sum(matrix.numel for matrix in self.matrices)
+
+    @property
+    def is_table(self) -> bool:
+        """Whether its rows are looked up: rounded to nearest, outside the walk."""
+        return self.matrices[0].is_table
 
 
 @dataclass
@@ -105,8 +111,9 @@ def _layer_of(name: str) -> tuple[int, int]:
 def make_plan(skeleton: Skeleton, recipe: Recipe) -> Plan:
     """Match the recipe's rules against the source; raises UsageError for a rule that can't be carried out."""
     chosen: dict[str, tuple[Rule, Scheme] | None] = {}
+    candidates = [*skeleton.tables, *skeleton.matrices]
     for rule in recipe.rules:
-        matched = [matrix for matrix in skeleton.matrices if _matches(rule, matrix)]
+        matched = [matrix for matrix in candidates if _matches(rule, matrix)]
         if not matched and not rule.optional:
             raise UsageError(
                 f"recipe {recipe.name}: the rule {list(rule.match)} matches no linear of this {skeleton.architecture.name}",
@@ -117,7 +124,7 @@ def make_plan(skeleton: Skeleton, recipe: Recipe) -> Plan:
     units: dict[str, Unit] = {}
     kept = []
     groups: dict[str, list[Matrix]] = {}
-    for matrix in skeleton.matrices:
+    for matrix in candidates:
         groups.setdefault(_unit_name(matrix), []).append(matrix)
     for name, matrices in groups.items():
         choices = [chosen.get(matrix.module) for matrix in matrices]
@@ -132,9 +139,13 @@ def make_plan(skeleton: Skeleton, recipe: Recipe) -> Plan:
                 "give all of them one scheme",
             )
         if choices[0] is None:
-            kept += matrices
+            kept += [matrix for matrix in matrices if not matrix.is_table]
             continue
         rule, scheme = choices[0]
+        if matrices[0].is_table:
+            check_table(skeleton, recipe, rule, matrices[0], head_is_quantized=chosen.get("lm_head") is not None)
+            units[name] = Unit(name, None, tuple(matrices), scheme, "rtn")
+            continue
         for matrix in matrices:
             _check_shape(recipe, matrix, scheme)
             storage_of(recipe.format).require_expressible(recipe.name, matrix, scheme)
@@ -148,6 +159,8 @@ def _matches(rule: Rule, matrix: Matrix) -> bool:
     part = matrix.kind.part
     for entry in rule.match:
         if entry.startswith("re:"):
+            if matrix.is_table:  # only by its part's name: a pattern for everything means what is multiplied
+                continue
             try:
                 if re.match(entry.removeprefix("re:"), matrix.tensor.removesuffix(".weight") if matrix.module != "lm_head" else "lm_head"):
                     return True
@@ -159,12 +172,15 @@ def _matches(rule: Rule, matrix: Matrix) -> bool:
 
 
 def _what_there_is(skeleton: Skeleton, rule: Rule) -> str:
-    parts = sorted({matrix.kind.part for matrix in skeleton.matrices})
+    parts = sorted({matrix.kind.part for matrix in [*skeleton.matrices, *skeleton.tables]})
     for entry in rule.match:
         if entry in ("embedding", "ple_embedding"):
-            return f"tables are looked up, not multiplied, and stay as they are; this source has the parts {', '.join(parts)}"
+            return f"this source has no such table; it has the parts {', '.join(parts)}"
         pattern = entry.removeprefix("re:")
         reached = [] if entry in PARTS else [name for name in skeleton.inventory if re.match(pattern, name)]
+        table = next((table for table in skeleton.tables if table.tensor in reached), None)
+        if table is not None:
+            return f"it reaches {table.tensor}: a table is named by its part, match: [{table.kind.part}]"
         if reached:
             return (
                 f"it reaches {reached[0]}, and gemq quantizes only decoder linears: towers, routers, norms and embedders stay as they are"
@@ -262,17 +278,19 @@ def with_head(recipe: Recipe, head: str) -> Recipe:
 
 
 def describe_units(plan: Plan) -> list[dict[str, Any]]:
-    """A row a unit, quantized or kept: unit, linears, scheme, method, bytes_before, bytes_after."""
+    """A row a unit, quantized or kept: unit, modules (as the checkpoint names them), linears, scheme, method, bytes_before, bytes_after."""
     inventory = plan.skeleton.inventory
     rows = []
     for unit in plan.units:
         rows.append({
-            "unit": unit.name, "linears": len(unit.matrices), "scheme": unit.scheme.label(), "method": unit.method,
+            "unit": unit.name, "modules": [stored.module for matrix in unit.matrices for stored in stored_matrices(plan.skeleton, matrix)],
+            "linears": len(unit.matrices), "scheme": unit.scheme.label(), "method": unit.method,
             "bytes_before": sum(inventory[matrix.tensor].nbytes for matrix in unit.matrices),
             "bytes_after": sum(spec.nbytes for spec in plan.written[unit.name]),
         })  # fmt: skip
     for matrix in plan.kept:
         nbytes = inventory[matrix.tensor].nbytes
-        rows.append({"unit": matrix.module.removeprefix("model."), "linears": 1, "scheme": f"as it is ({inventory[matrix.tensor].dtype})",
-                     "method": "", "bytes_before": nbytes, "bytes_after": nbytes})  # fmt: skip
+        rows.append({"unit": matrix.module.removeprefix("model."), "modules": [plan.skeleton.source_name(matrix.module)], "linears": 1,
+                     "scheme": f"as it is ({inventory[matrix.tensor].dtype})", "method": "", "bytes_before": nbytes,
+                     "bytes_after": nbytes})  # fmt: skip
     return rows

@@ -37,6 +37,7 @@ from gemq.source import Source, file_hashes
 
 _ROWS_AT_ONCE = 1 << 24  # weights in float32 that a matrix outside the layers is read and written by: 64 MiB
 _REST = "outside the layers"
+_TABLES = "the tables"
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,10 @@ class _Run:
             if done:
                 advance(done)
             self._advance = advance
+            if _TABLES in self._parts and _TABLES not in self._held:
+                for unit in self._parts[_TABLES]:
+                    self._solve_by_rows(unit, None)
+                self._finish(_TABLES)
             if self.plan.recipe.needs_calibration and len(self._held) < len(self._parts):
                 assert self.job.calibration is not None
                 walk = Walk(self.plan, self.reader, self.job.calibration.windows, self.job.device)
@@ -313,6 +318,8 @@ def _name_of(source: Source) -> str:
 
 
 def _part_of(unit: Unit) -> str:
+    if unit.is_table:
+        return _TABLES
     return _REST if unit.layer is None else f"layer {unit.layer}"
 
 

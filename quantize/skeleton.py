@@ -14,14 +14,17 @@ from torch import nn
 from gemq.config_file import read_config
 from gemq.errors import IntegrityError, UsageError
 from gemq.quantize import architectures
-from gemq.quantize.architectures import EXPERT_TENSORS, KEPT_LINEARS, LAYER_LINEARS, MODEL_LINEARS, Architecture, LinearKind
+from gemq.quantize.architectures import EXPERT_TENSORS, KEPT_LINEARS, LAYER_LINEARS, MODEL_LINEARS, TABLES, Architecture, LinearKind
 from gemq.quantize.whole_model import full_inventory, require_every_tensor
 from gemq.shards import INDEX_FILE, SINGLE_FILE, ShardReader, TensorSpec
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight that can be quantized: its module in the text model, its tensor in the source, its shape [out, in] (experts: a count before)."""
+    """A weight that can be quantized: its module in the text model, its tensor in the source, its shape [out, in] (experts: a count before).
+
+    Of a table of rows that are looked up, `out_features` counts the rows.
+    """
 
     module: str
     tensor: str
@@ -34,6 +37,10 @@ class Matrix:
     @property
     def numel(self) -> int:
         return (self.experts or 1) * self.out_features * self.in_features
+
+    @property
+    def is_table(self) -> bool:
+        return self.kind in TABLES
 
 
 @dataclass
@@ -48,7 +55,8 @@ class Skeleton:
     head: str
     tied: bool
     inventory: dict[str, TensorSpec]
-    matrices: list[Matrix]
+    matrices: list[Matrix]  # that are multiplied
+    tables: list[Matrix]
 
     @property
     def decoder(self) -> Any:
@@ -139,8 +147,9 @@ def load_skeleton(directory: Path) -> tuple[Skeleton, ShardReader | None]:
             f"config.json says that the head is not tied, and {directory} has no {row.head_names[0]}.weight", "fetch the source again"
         )
     head = head or row.head_names[row.prefixes.index(prefix)]
-    skeleton = Skeleton(row, config, text, model, prefix, head, tied, inventory, [])
+    skeleton = Skeleton(row, config, text, model, prefix, head, tied, inventory, [], [])
     skeleton.matrices = _matrices(skeleton)
+    skeleton.tables = _tables(skeleton)
     if reader is not None:
         require_every_tensor(skeleton)
     return skeleton, reader
@@ -172,6 +181,16 @@ def _matrices(skeleton: Skeleton) -> list[Matrix]:
     vocabulary, hidden = skeleton.decoder.embed_tokens.weight.shape
     tensor = f"{skeleton.prefix}embed_tokens.weight" if skeleton.tied else f"{skeleton.head}.weight"
     found.append(Matrix("lm_head", tensor, LinearKind("lm_head", "lm_head", "lm_head"), None, vocabulary, hidden))
+    return found
+
+
+def _tables(skeleton: Skeleton) -> list[Matrix]:
+    found = []
+    for kind in TABLES:
+        table = getattr(skeleton.decoder, kind.path, None)
+        if table is not None:
+            name = f"model.{kind.path}"
+            found.append(Matrix(name, f"{skeleton.source_name(name)}.weight", kind, None, table.num_embeddings, table.embedding_dim))
     return found
 
 

@@ -20,23 +20,35 @@ from torch import nn
 from gemq.errors import IntegrityError
 from gemq.quantize.gptq import Hessian
 from gemq.quantize.plan import Plan, Unit
+from gemq.quantize.rtn import round_to_nearest
+from gemq.quantize.scales import restore
 from gemq.quantize.skeleton import Skeleton
+from gemq.recipes.model import WeightScheme
 from gemq.shards import ShardReader
 
 
 class RowEmbedding(nn.Module):
-    """Gemma's scaled embedding, its rows read from the source when they are asked for: [...] ids -> [..., dim] float32."""
+    """Gemma's scaled embedding, its rows read from the source when they are asked for: [...] ids -> [..., dim] float32.
 
-    def __init__(self, reader: ShardReader, tensor: str, scale: float, device: torch.device) -> None:
+    With `scheme`, each row is what its stored form will stand for.
+    """
+
+    def __init__(
+        self, reader: ShardReader, tensor: str, scale: float, device: torch.device, scheme: WeightScheme | None = None
+    ) -> None:
         super().__init__()
-        self._reader, self._tensor, self._device = reader, tensor, device
+        self._reader, self._tensor, self._device, self._scheme = reader, tensor, device, scheme
         self._scale = torch.tensor(scale, dtype=torch.float32, device=device)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Look `ids` up; each row is read once."""
         unique, places = torch.unique(ids, return_inverse=True)
-        rows = self._reader.read_rows(self._tensor, unique.tolist()).to(torch.float32).to(self._device)
-        return rows[places] * self._scale
+        return self.rows(unique.tolist())[places] * self._scale
+
+    def rows(self, ids: list[int]) -> torch.Tensor:
+        """The rows `ids` of the table, [ids, dim], before they are scaled."""
+        rows = self._reader.read_rows(self._tensor, ids).to(torch.float32).to(self._device)
+        return rows if self._scheme is None else restore(*round_to_nearest(rows, self._scheme), self._scheme)
 
 
 @dataclass(frozen=True)
@@ -105,7 +117,8 @@ class Walk:
     @torch.no_grad()
     def run(self, walker: Walker) -> None:
         """Drive every batch to the end; raises whatever the callbacks raise."""
-        prepare_decoder(self.skeleton, self.reader, self.device, self._matrix_weights(walker, None))
+        tables = {unit.matrices[0].module: unit.scheme.weights for unit in self.plan.units if unit.is_table}
+        prepare_decoder(self.skeleton, self.reader, self.device, self._matrix_weights(walker, None), tables)
         hooks = self._hooks()
         runs = [greenlet(self._forward) for _ in self.batches]
         try:
@@ -187,7 +200,7 @@ class Walk:
             if self._expert_units(index):
                 hooks.append(layer.experts.register_forward_pre_hook(pause_at_experts(index)))
         for module, unit in self._unit_of.items():
-            if module != "lm_head" and unit.matrices[0].experts is None:
+            if module != "lm_head" and not unit.is_table and unit.matrices[0].experts is None:
                 hooks.append(self.skeleton.model.get_submodule(module).register_forward_pre_hook(pause_at_unit(unit)))
         return hooks
 
@@ -195,7 +208,7 @@ class Walk:
         """Weights of this layer's units that an earlier run solved, by module; those units are not solved again."""
         found: dict[str, torch.Tensor] = {}
         for unit in self.plan.units:
-            if unit.layer == layer and unit.name != "lm_head" and (weights := walker.restored(unit)) is not None:
+            if unit.layer == layer and unit.name != "lm_head" and not unit.is_table and (weights := walker.restored(unit)) is not None:
                 self._solved.add(unit.name)
                 found |= {matrix.module: weight for matrix, weight in zip(unit.matrices, weights, strict=True)}
         return found
@@ -288,15 +301,25 @@ def load_layer(
     _assign(skeleton.decoder.layers[index], state)
 
 
-def prepare_decoder(skeleton: Skeleton, reader: ShardReader, device: torch.device, replaced: dict[str, torch.Tensor] | None = None) -> None:
-    """Give the decoder everything outside its layers: embeddings that read from the source, norms, rotary tables, the PLE projection."""
-    decoder, replaced = skeleton.decoder, replaced or {}
+def prepare_decoder(
+    skeleton: Skeleton,
+    reader: ShardReader,
+    device: torch.device,
+    replaced: dict[str, torch.Tensor] | None = None,
+    tables: dict[str, WeightScheme] | None = None,
+) -> None:
+    """Give the decoder everything outside its layers: embeddings that read from the source, norms, rotary tables, the PLE projection.
+
+    `replaced` maps modules to weights that stand for the source's, `tables` those that are quantized to their schemes.
+    """
+    decoder, replaced, tables = skeleton.decoder, replaced or {}, tables or {}
     for name, child in list(decoder.named_children()):
         if name == "layers":
             continue
         if isinstance(child, nn.Embedding):
             scale: Any = child.scalar_embed_scale
-            setattr(decoder, name, RowEmbedding(reader, skeleton.source_name(f"model.{name}.weight"), scale, device))
+            tensor = skeleton.source_name(f"model.{name}.weight")
+            setattr(decoder, name, RowEmbedding(reader, tensor, scale, device, tables.get(f"model.{name}")))
         elif not list(child.state_dict()):
             # its buffers are computed, not stored: build it again where they can be
             setattr(decoder, name, type(child)(skeleton.text).to(device))

@@ -16,6 +16,7 @@ from gemq.errors import UsageError
 
 Part = Literal["decoder", "attention", "mlp", "experts", "ple", "lm_head", "embedding", "ple_embedding"]
 PARTS: tuple[str, ...] = ("decoder", "attention", "mlp", "experts", "ple", "lm_head", "embedding", "ple_embedding")
+TABLE_PARTS = ("embedding", "ple_embedding")  # looked up: rounded to nearest, whatever the recipe's method
 MARLIN_GROUP_SIZES = (32, 64, 128)
 
 
@@ -134,7 +135,10 @@ class Recipe(_Frozen):
     @property
     def needs_calibration(self) -> bool:
         """Whether any rule's solver looks at activations."""
-        return any(rule.scheme != "keep" and (rule.method or self.method) == "gptq" for rule in self.rules)
+        return any(
+            rule.scheme != "keep" and (rule.method or self.method) == "gptq" and not set(rule.match) <= set(TABLE_PARTS)
+            for rule in self.rules
+        )
 
     def to_yaml(self) -> str:
         """The recipe as YAML that `load_recipe` reads back to an equal one."""

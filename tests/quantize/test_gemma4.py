@@ -105,6 +105,25 @@ def test_a_plan_from_a_config_alone(name, linears, gigabytes_a_token, tmp_path):
     assert 4.4 < plan.bits_per_weight() < 5
 
 
+@pytest.mark.parametrize("kind", ["e4b", "moe"])
+def test_a_dry_run_lists_every_units_modules_by_their_names_in_the_checkpoint(built, kind, tmp_path):
+    from typer.testing import CliRunner
+
+    from gemq.cli import app
+
+    source = built(kind)
+    made = CliRunner().invoke(app, ["quantize", str(source), "--recipe", "w4a16-g32", "--dry-run", "--json"])
+    assert made.exit_code == 0, made.output
+    units = json.loads(made.stdout)["units"]
+    listed = [module for unit in units for module in unit["modules"]]
+    assert len(listed) == len(set(listed))
+    outcome = run_job(source, tmp_path / "out")
+    packed = {name.removesuffix(".weight_packed") for name in ShardReader(outcome.directory).tensors if name.endswith("packed")}
+    assert {module for unit in units if unit["method"] for module in unit["modules"]} == packed
+    fused = next(unit for unit in units if unit["unit"] == "layers.0.self_attn.qkv_proj")
+    assert fused["modules"] == [f"model.language_model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+
+
 def test_the_fast_recipe_reads_what_was_measured_of_it_on_e4b(tmp_path):
     """Published: 2.40 GB a token with g128 everywhere and an int4 head; 3.973 B weights at 4.125 bits and 0.671 B at 4 give 2.385."""
     (tmp_path / "config.json").write_text(json.dumps(real_config("e4b")))

@@ -81,7 +81,8 @@ def rule(match: str, scheme: str = "{weights: {num_bits: 4, strategy: group, gro
     ("text", "says", "advice"),
     [
         (rule("[ple]"), "matches no linear", "attention"),
-        (rule("[embedding]"), "matches no linear", "stay as they are"),
+        (rule("[ple_embedding]"), "matches no linear", "no such table"),
+        (rule("['re:.*embed_tokens']"), "matches no linear", r"match: [embedding]"),
         (rule("['re:model.layers.9.*']"), "matches no linear", "patterns match from the start"),
         (rule("['re:.*(']"), "no regular expression", "mend"),
         (rule("['re:.*q_proj']"), "splits layers.0.self_attn.qkv_proj, which vLLM fuses", "one scheme"),
