@@ -150,6 +150,14 @@ class Connection:
         Raises StoppedSafely when the endpoint is gone, UsageError when it refuses the record, IntegrityError when its answer breaks
         the contract.
         """
+        return [own for own, _ in self._scored(record)]
+
+    def gaps(self, record: Record) -> list[float]:
+        """How far each target lies behind the most likely token, in nats; 0 where it is that token. Raises as `score` does."""
+        return [best - own for own, best in self._scored(record)]
+
+    def _scored(self, record: Record) -> list[tuple[float, float]]:
+        """The log-probability of each target and of the most likely token there."""
         body = {
             "model": self.endpoint.model, "prompt": list(record.tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1,
             "add_special_tokens": False,
@@ -208,7 +216,7 @@ def require_counts(
     def broken(why: str) -> IntegrityError:
         return IntegrityError(f"{where}: {name} {why}", "what was asked for was not done: nothing measured there can be used")
 
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+    if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
         raise broken(f"returned no token ids to count ({str(ids)[:40]}); return_token_ids was asked for")
     counted = usage if isinstance(usage, dict) else {}
     said = counted.get("completion_tokens")
@@ -226,7 +234,7 @@ def require_counts(
     return ids
 
 
-def _target_log_probabilities(response: httpx.Response, name: str, record: Record) -> list[float]:
+def _target_log_probabilities(response: httpx.Response, name: str, record: Record) -> list[tuple[float, float]]:
     def broken(why: str) -> IntegrityError:
         return IntegrityError(
             f"{record.where}: {name} {why}", "the endpoint does not keep vLLM's contract for prompt_logprobs: its numbers can't be used"
@@ -254,7 +262,7 @@ def _target_log_probabilities(response: httpx.Response, name: str, record: Recor
     return found[record.first_target - 1 :]
 
 
-def _entry_log_probability(entry: object, token: int, position: int, broken: Any) -> float:
+def _entry_log_probability(entry: object, token: int, position: int, broken: Any) -> tuple[float, float]:
     if not isinstance(entry, dict):
         raise broken(f"gave position {position} {entry!r} instead of log-probabilities")
     values: dict[str, float] = {}
@@ -271,4 +279,4 @@ def _entry_log_probability(entry: object, token: int, position: int, broken: Any
     total = math.fsum(map(math.exp, values.values()))
     if total > 1 + _SUM_TOLERANCE:
         raise broken(f"gave probabilities at position {position} that sum to {total:.4f}, more than 1")
-    return mine
+    return mine, max(values.values())

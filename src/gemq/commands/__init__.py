@@ -1,5 +1,6 @@
 """The commands, one noun a file; each file's `register(app)` adds its own. Heavy imports happen inside a command, not here."""
 
-from gemq.commands import card, doctor, evaluate, push, quantize, recipes, serve, verify
+from gemq.commands import bench, card, doctor, evaluate, push, quantize, recipes, serve, sign, verify
 
-COMMANDS = (quantize.register, evaluate.register, verify.register, card.register, serve.register, push.register, recipes.register, doctor.register)
+COMMANDS = (quantize.register, evaluate.register, verify.register, card.register, sign.register, serve.register, bench.register, push.register,
+            recipes.register, doctor.register)  # fmt: skip

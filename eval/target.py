@@ -1,0 +1,91 @@
+"""An endpoint to measure: the one at a URL, or one that is started for a checkpoint or a submission and ended with the block."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gemq import output
+from gemq.config_file import read_config
+from gemq.errors import UsageError
+from gemq.eval.endpoint import Endpoint, is_url
+
+VOCABULARY, BOS = 32_000, 2  # where nothing tells: few models know fewer tokens; Gemma's BOS
+
+
+@dataclass(frozen=True)
+class Target:
+    """What TARGET names: a URL, or a directory with the checkpoint that it serves (None where that is on a hub)."""
+
+    name: str
+    directory: Path | None
+    checkpoint: Path | None
+    dependencies: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, name: str, checkpoint: Path | None = None) -> Target:
+        """Look at TARGET; raises UsageError where it is neither a URL nor a checkpoint's or submission's directory."""
+        if is_url(name):
+            return cls(name, None, checkpoint)
+        directory = Path(name)
+        if not directory.is_dir():
+            raise UsageError(f"{name} is neither a directory nor an http(s) URL",
+                             "give a checkpoint's or a submission's directory, or http://HOST:PORT of an endpoint")  # fmt: skip
+        manifest = _json(directory / "manifest.json")
+        found = checkpoint
+        if found is None and (directory / "config.json").is_file():
+            found = directory
+        if found is None and manifest:
+            inside = directory / str(manifest.get("model_id", ""))
+            found = inside if (inside / "config.json").is_file() else None
+        if found is None:
+            uri = (_json(directory / "submission.json").get("artifact") or {}).get("uri")
+            found = Path(uri) if isinstance(uri, str) and (Path(uri) / "config.json").is_file() else None
+        dependencies = manifest.get("dependencies", [])
+        return cls(name, directory, found, tuple(map(str, dependencies)) if isinstance(dependencies, list) else ())
+
+    @property
+    def vocabulary(self) -> int:
+        """The checkpoint's vocabulary, or a size that few models fall below."""
+        found = self._text_config("vocab_size")
+        return found if isinstance(found, int) and found > 1 else VOCABULARY
+
+    @property
+    def bos(self) -> int:
+        """The checkpoint's BOS, or Gemma's."""
+        found = self._text_config("bos_token_id")
+        return found if type(found) is int else BOS
+
+    def _text_config(self, key: str) -> Any:
+        if self.checkpoint is None:
+            return None
+        config = read_config(self.checkpoint)
+        text = config.get("text_config")
+        return text[key] if isinstance(text, dict) and key in text else config.get(key)
+
+    @contextlib.contextmanager
+    def opened(self, *, python: Path | None = None, log: Path | None = None, environment: dict[str, str] | None = None,
+               verify: bool = True) -> Iterator[tuple[Endpoint, int | None]]:  # fmt: skip
+        """Yield the endpoint and the server's process id (None where gemq didn't start it)."""
+        if self.directory is None:
+            yield Endpoint.open(self.name), None
+            return
+        from gemq.serve.server import serving
+
+        output.note(f"starting {self.name}")
+        named = self.checkpoint if self.checkpoint not in (None, self.directory) else None
+        with serving(self.directory, checkpoint=named, python=python, log=log, environment=environment, verify=verify) as server:
+            yield Endpoint.open(f"{server.url}#{server.model}"), server.pid
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one where there is none; serve.server names what is wrong with it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
