@@ -13,6 +13,7 @@ from gemq.errors import GemqError, IntegrityError, UsageError
 if TYPE_CHECKING:
     from gemq.quantize.seal import Difference
     from gemq.quantize.verify import Comparison
+    from gemq.signing import Signer
 
 _SHOWN = 50
 _DOWNLOADED = (".cache", ".gitattributes")
@@ -23,6 +24,10 @@ def verify(
     fast: Annotated[bool, typer.Option("--fast", help="Compare sizes and shard headers only; no byte of a weight is read.")] = False,
     source: Annotated[Path | None, typer.Option(help="The unquantized model: compare every tensor with it.")] = None,
     arena: Annotated[str | None, typer.Option(help="Check an arena's rules too (lowbarena, efficient-gemma); needs --source.")] = None,
+    signature: Annotated[Path | None, typer.Option(help="A signature of it; CHECKPOINT.sig if not given.")] = None,
+    public_key: Annotated[Path | None, typer.Option(help="The signature must be of this key (PEM).")] = None,
+    identity: Annotated[str | None, typer.Option(help="The signature must be of this Sigstore identity; needs a network.")] = None,
+    identity_provider: Annotated[str | None, typer.Option(help="Who vouches for --identity: the address of an OpenID Connect issuer.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
     """Check a checkpoint against its seal, and with --source tensor by tensor against what it was made from. Exits 4 on any difference."""
@@ -40,10 +45,19 @@ def verify(
         raise UsageError("--fast reads no weights, and --source compares them", "give one of the two")
     if source is not None and not source.is_dir():
         raise UsageError(f"the source {source} is no directory", "give the directory of the unquantized model")
+    signer = _signer(signature, public_key, identity, identity_provider, fast)
     sealed = seal.read_seal(checkpoint)
     digest, content = seal.seal_digest(checkpoint), seal.content_digest(sealed)
     differences = seal.check_seal(checkpoint, fast=fast)
     differences += provenance.provenance_differences(checkpoint, sealed)
+    if signer is not None:
+        from gemq import signing
+
+        signature = signature or signing.signature_of(checkpoint)
+        if differences:  # among them may be what no reader should open
+            output.note("the signature was not looked at: the files are not what the seal says")
+        else:
+            differences += signing.signature_differences(checkpoint, signature, signer)
     structure, comparison = Structure({}, {}, Quantization(), []), None
     try:
         structure = audit_structure(checkpoint)
@@ -61,7 +75,7 @@ def verify(
                                 "files": len(sealed), "provenance": any(file.path == provenance.PROVENANCE_FILE for file in sealed),
                                 "tensors": len(structure.tensors),
                                 "quantized_units": len(structure.units), "checked": "sizes and headers" if fast else "every byte",
-                                "arena": arena, "ok": not differences,
+                                "arena": arena, "signature": None if signer is None else str(signature), "ok": not differences,
                                 "differences": [{"path": difference.path, "what": difference.what} for difference in differences]}
     if comparison is not None:
         document["source"] = _comparison_json(source, comparison)
@@ -70,6 +84,19 @@ def verify(
     output.result(document, text)
     if differences:
         _refuse(checkpoint, differences)
+
+
+def _signer(signature: Path | None, public_key: Path | None, identity: str | None, provider: str | None, fast: bool) -> Signer | None:
+    """Who must have signed, None where nobody asks."""
+    if signature is None and public_key is None and identity is None and provider is None:
+        return None
+    if (public_key is None) == (identity is None) or (identity is None) != (provider is None):
+        raise UsageError("a signature is checked against a key or an identity", "give --public-key, or --identity and --identity-provider")
+    if fast:
+        raise UsageError("--fast reads no weights, and a signature covers them", "leave --fast out")
+    from gemq.signing import Signer
+
+    return Signer(public_key, identity, provider)
 
 
 def _comparison_json(source: Path | None, comparison: Comparison) -> dict[str, Any]:
@@ -90,8 +117,9 @@ def _sentence(checkpoint: Path, digest: str, content: str, document: dict[str, A
     how = "names, modes, sizes and shard headers agree (--fast: no content was read)" if fast else "every byte agrees"
     told = "; its provenance tells of these files" if document["provenance"] else "; it has no provenance"
     against = f"; every tensor accounted for against {source}" if source else ""
+    signed = f"; {document['signature']} signs it" if document["signature"] else ""
     rules = f"; keeps to {document['arena']}'s rules" if document["arena"] else ""
-    return f"{checkpoint}: {document['files']} files, {how}{told}{against}{rules}\nseal {digest}\ncontent {content}"
+    return f"{checkpoint}: {document['files']} files, {how}{told}{signed}{against}{rules}\nseal {digest}\ncontent {content}"
 
 
 def _refuse(checkpoint: Path, differences: list[Difference]) -> None:
