@@ -7,7 +7,7 @@ GEMQ := $(BIN)/gemq
 READY := $(VENV)/ready
 SHARED_DATA ?= ../shared/data
 
-.PHONY: help quickstart test lint wheel bench-quantize bench-quality constraints clean quantize eval-ppl serve-env
+.PHONY: help quickstart test lint wheel bench-quantize bench-quality bench-slice constraints clean quantize eval-ppl serve-env
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -42,6 +42,10 @@ bench-quantize: $(READY)  ## time and memory beside llm-compressor, in one run
 bench-quality: $(READY)  ## perplexity and KL beside llm-compressor, in one run
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/python -m benchmarks.quality --data $(SHARED_DATA)
+
+bench-slice: $(READY)  ## memory on slices of E4B's widths, beside llm-compressor
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/python -m benchmarks.slice
 
 MODEL ?= google/gemma-4-E4B-it
 RECIPE ?= w4a16

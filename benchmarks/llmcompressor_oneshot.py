@@ -1,7 +1,11 @@
-"""The peer: llm-compressor's oneshot on the windows that gemq gets. usage: llmcompressor_oneshot SOURCE OUT rtn|gptq TEXT SAMPLES LENGTH DTYPE"""
+"""The peer: llm-compressor's oneshot on the windows that gemq gets. usage: llmcompressor_oneshot SOURCE OUT rtn|gptq TEXT SAMPLES LENGTH DTYPE
+
+TEXT: a .txt, or a .jsonl of {"token_ids": [...]} rows.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 
 
@@ -22,10 +26,14 @@ def main() -> None:
     if method == "rtn":
         oneshot(model=model, processor=tokenizer, recipe=[QuantizationModifier(**settings)])
     else:
-        with open(text, encoding="utf-8") as file:
-            ids = tokenizer(file.read(), add_special_tokens=False).input_ids
         count, body = int(samples), int(length) - 1
-        rows = [{"input_ids": [2, *ids[i * body : (i + 1) * body]], "attention_mask": [1] * (body + 1)} for i in range(count)]
+        with open(text, encoding="utf-8") as file:
+            if text.endswith(".jsonl"):
+                windows = [json.loads(line)["token_ids"] for line in file][:count]
+            else:
+                ids = tokenizer(file.read(), add_special_tokens=False).input_ids
+                windows = [[2, *ids[i * body : (i + 1) * body]] for i in range(count)]
+        rows = [{"input_ids": window, "attention_mask": [1] * len(window)} for window in windows]
         oneshot(
             model=model,
             processor=tokenizer,
