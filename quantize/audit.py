@@ -25,6 +25,7 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 
 _OF_UNITS = {"weight_packed", "weight_scale", "qweight"}  # a module with one of these is quantized
 _LONGEST_HEADER_BYTES = 100_000_000
 _LARGEST = 2**63 - 1
+_KEYS_AND_VALUES = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\.[a-z_]+$")
 # nn.Linear's usual names, where a target says "Linear" and only tensors are at hand
 _LINEAR_NAMES = re.compile(r"(.*_proj|linear|lm_head|per_layer_input_gate|per_layer_projection|per_layer_model_projection)$")
 
@@ -205,9 +206,19 @@ class Structure:
     differences: list[Difference]
 
 
+def is_redundant(config: dict[str, Any], name: str) -> bool:
+    """Whether `config` says that no forward reads this key or value tensor: its layer shares an earlier one's."""
+    inner = config.get("text_config")
+    text: dict[str, Any] = inner if isinstance(inner, dict) else config
+    layers, shared = text.get("num_hidden_layers"), text.get("num_kv_shared_layers")
+    found = _KEYS_AND_VALUES.search(name)
+    return bool(found and isinstance(layers, int) and isinstance(shared, int) and layers - shared <= int(found.group(1)) < layers)
+
+
 def audit_structure(directory: Path) -> Structure:
     """Read shards, index and config of a checkpoint, and find where they disagree; reads no weights but the few bytes of weight_shape."""
-    quantization = quantization_of(read_config(directory))
+    config = read_config(directory)
+    quantization = quantization_of(config)
     tensors, differences = read_tensors(directory)
     modules: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -221,7 +232,8 @@ def audit_structure(directory: Path) -> Structure:
                 units[module] = unit
         elif "weight" in held and len(held["weight"].shape) == 2:
             scheme = quantization.scheme_of(module, is_linear=_LINEAR_NAMES.search(module) is not None)
-            if scheme is not None and quantization.names_all:
+            # a layer that shares an earlier one's keys and values has none of its own to serve, whatever the source's files hold
+            if scheme is not None and quantization.names_all and not is_redundant(config, held["weight"].name):
                 differences.append(Difference(f"{module}.weight", f"is not quantized, the config says {scheme.label()}"))
     return Structure(tensors, units, quantization, differences)
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gemq.errors import IntegrityError
-from gemq.quantize.audit import ITEM_BYTES, Structure, Tensor, Unit, read_config, strict_json
+from gemq.quantize.audit import ITEM_BYTES, Structure, Tensor, Unit, is_redundant, read_config, strict_json
 
-_REDUNDANT = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\.[a-z_]+$")
 # fused tensors [experts, out, in] and the matrices, in the order of their rows, that each expert's part of them is made of
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _FUSED_NAME = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<leaf>gate_up_proj|down_proj)$")
@@ -105,8 +103,4 @@ class Pairs:
 
     def is_redundant(self, name: str) -> bool:
         """Whether the source's config says that no forward reads this key or value tensor."""
-        text = self.source_config.get("text_config")
-        config: dict[str, Any] = text if isinstance(text, dict) else self.source_config
-        layers, shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers")
-        found = _REDUNDANT.search(name)
-        return bool(found and isinstance(layers, int) and isinstance(shared, int) and layers - shared <= int(found.group(1)) < layers)
+        return is_redundant(self.source_config, name)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # launch.sh serve: serve $ARTIFACT on 127.0.0.1:$PORT as $SERVED_NAME through vLLM's OpenAI server, as LowBArena starts it. Shipped as it is.
 #   needed:     ARTIFACT (a directory, or a Hub id), TOKENIZER, PORT, SERVED_NAME, MAX_MODEL_LEN, GPU_MEMORY_UTILIZATION, KV_CACHE_DTYPE
-#   understood: GENERATION_CONFIG, LANGUAGE_MODEL_ONLY=1 (the arena's wish; without it every modality stays on), GEMQ_PROFILE (throughput
-#               unless given), GEMQ_EXTRA_ARGS (more of vLLM's arguments, split at spaces), GEMQ_SKIP_VERIFY=1 (or --no-verify: don't check
-#               the seal), GEMQ_PYTHON (the Python that has vLLM)
+#   understood: GENERATION_CONFIG, LANGUAGE_MODEL_ONLY=1 (the arena's wish; without it every modality stays on), GEMQ_PROFILE (else what
+#               the file `profile` beside this one says, else throughput), GEMQ_EXTRA_ARGS (more of vLLM's arguments, split at spaces),
+#               GEMQ_SKIP_VERIFY=1 (or --no-verify: don't check the seal), GEMQ_PYTHON (the Python that has vLLM)
 # An artifact with a gemq.seal.json is verified first. Then this process becomes vLLM's, so every signal reaches it.
 # Exit codes before that: 2 for an environment that can't be served, 4 for an artifact that isn't what was sealed.
 set -euo pipefail
@@ -70,8 +70,10 @@ serve() {
   done
   ((${#missing[@]} == 0)) || refuse 2 "not set: ${missing[*]}"
   [[ "$PORT" =~ ^[0-9]{1,5}$ ]] && ((10#$PORT > 0 && 10#$PORT < 65536)) || refuse 2 "PORT is '$PORT'; a number from 1 to 65535 is valid"
-  local profile
-  profile=$(profile_arguments "${GEMQ_PROFILE:-throughput}")
+  local profile=throughput beside_me
+  beside_me=$(dirname "${BASH_SOURCE[0]}")/profile
+  [[ ! -f "$beside_me" ]] || read -r profile <"$beside_me"
+  profile=$(profile_arguments "${GEMQ_PROFILE:-$profile}")
   if (exec 3<>"/dev/tcp/127.0.0.1/$PORT") 2>/dev/null; then
     refuse 2 "port $PORT on 127.0.0.1 can't be had: Address already in use; choose another PORT or stop what listens there"
   fi

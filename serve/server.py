@@ -8,7 +8,6 @@ The engine runs under watchdog.py in a session of its own, which ends it also wh
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -22,12 +21,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from gemq import output
 from gemq.errors import GemqError, IntegrityError, UsageError
+from gemq.serve import efficient_gemma, lowbarena
 from gemq.serve.serve import Refused, require_free_port
 from gemq.serve.symptoms import diagnose
 
@@ -117,18 +116,16 @@ def plan(path: Path, *, python: Path, host: str, port: int, profile: str | None 
         extra["GEMQ_PROFILE"] = profile
     address = f"http://{'[' + host + ']' if ':' in host else host}:{port}".replace("//0.0.0.0", "//127.0.0.1").replace("[::]", "[::1]")
     if (path / "manifest.json").is_file():
-        manifest = _read_json(path / "manifest.json")
-        try:
-            serve, served = [str(part) for part in manifest["serve"]], name or str(manifest["served_model_name"])
-            own = {str(key): str(value) for key, value in manifest.get("env", {}).items()}
-            model_id = str(checkpoint.absolute() if checkpoint else manifest["model_id"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{path / 'manifest.json'} is no manifest of a submission: {error!r}", "make it with gemq package") from None
-        command = tuple(str(python) if part in ("python", "python3") else part for part in serve)
+        manifest = efficient_gemma.read_manifest(path)
+        served, own = name or manifest["served_model_name"], manifest["env"]
+        model_id = str(checkpoint.absolute()) if checkpoint else manifest["model_id"]
+        command = tuple(str(python) if part in ("python", "python3") else part for part in manifest["serve"])
         environment = {**own, "MODEL_ID": model_id, "SERVED_MODEL_NAME": served, "HOST": host, "PORT": str(port), **extra}
         return Launch(command, path, environment, address, served)
     script = next((file for file in (path / "engine" / "launch.sh", path / "launch.sh") if file.is_file()), None)
     if script is not None:
+        if host not in ("127.0.0.1", "localhost"):
+            raise UsageError(f"--host is {host}, and launch.sh listens on 127.0.0.1 alone, as LowBArena wants it", "leave --host out")
         return _plan_lowbarena(path, script, port, name, checkpoint, extra)
     if not (path / "config.json").is_file():
         raise UsageError(f"{path} is neither a checkpoint (config.json) nor a submission (manifest.json, engine/launch.sh)",
@@ -139,12 +136,13 @@ def plan(path: Path, *, python: Path, host: str, port: int, profile: str | None 
 
 
 def _plan_lowbarena(path: Path, script: Path, port: int, name: str | None, checkpoint: Path | None, extra: dict[str, str]) -> Launch:
-    body = _read_json(path / "submission.json") if (path / "submission.json").is_file() else {}
-    artifact = str(checkpoint.absolute()) if checkpoint else str((body.get("artifact") or {}).get("uri", ""))
+    artifact, served, kv_cache = str(checkpoint.absolute()) if checkpoint else "", name or "model", "auto"
+    if (path / "submission.json").is_file():
+        submission = lowbarena.read_submission(path)
+        served, kv_cache = name or submission.task_id, submission.serving.kv_cache_dtype
+        artifact = artifact or str(_fetched(submission.artifact))
     if not artifact:
         raise UsageError(f"{path} names no checkpoint", "give --checkpoint DIR")
-    served = name or str(body.get("task_id") or "model")
-    kv_cache = str((body.get("serving") or {}).get("kv_cache_dtype", "auto"))
     environment = {"ARTIFACT": artifact, "TOKENIZER": artifact, "PORT": str(port), "SERVED_NAME": served, "MAX_MODEL_LEN": "4096",
                    "GPU_MEMORY_UTILIZATION": "0.9", "KV_CACHE_DTYPE": kv_cache, **extra}
     own = ("MAX_MODEL_LEN", "GPU_MEMORY_UTILIZATION", "KV_CACHE_DTYPE", "GENERATION_CONFIG", "LANGUAGE_MODEL_ONLY")
@@ -152,14 +150,14 @@ def _plan_lowbarena(path: Path, script: Path, port: int, name: str | None, check
     return Launch(("bash", str(script), "serve"), script.parent, environment, f"http://127.0.0.1:{port}", served)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _fetched(artifact: lowbarena.Artifact) -> Path:
+    """The artifact at its very commit, fetched from the Hub as the arena does."""
+    from gemq.hub import fetch
+
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} can't be read: {error}", "make it with gemq package") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"{path} is no JSON object", "make it with gemq package")
-    return found
+        return fetch(artifact.uri, artifact.revision)[0]
+    except GemqError as error:
+        raise type(error)(error.message, f"{error.next_step}; or give --checkpoint DIR") from None
 
 
 def _environment(python: Path, launch: Launch) -> dict[str, str]:

@@ -227,6 +227,20 @@ def test_a_manifest_can_not_excuse_what_a_forward_reads(tmp_path: Path, source: 
     assert names(judged(tmp_path, source, tensors, manifest={"dropped_tensors": [name]}).differences) == [name]
 
 
+def test_redundant_kv_may_be_kept_as_it_is_though_every_other_layers_is_quantized(tmp_path: Path, source: Path, tensors: Tensors) -> None:
+    """No forward reads it, whatever the config's targets say of its name; another layer's may not be left unquantized."""
+    for layer, sound in ((2, True), (0, False)):
+        module = f"{TEXT}.layers.{layer}.self_attn.k_proj"
+        kept = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] != module}
+        directory = write_checkpoint(tmp_path / str(layer), kept | {f"{module}.weight": torch.zeros(64, 64, dtype=torch.bfloat16)})
+        config = json.loads((directory / "config.json").read_text())
+        group = copy.deepcopy(next(iter(config["quantization_config"]["config_groups"].values())))
+        config["quantization_config"]["config_groups"]["all"] = {**group, "targets": [r"re:.*k_proj$"]}
+        (directory / "config.json").write_text(json.dumps(config))
+        differences = audit_structure(directory).differences
+        assert (f"{module}.weight" not in names(differences)) is sound
+
+
 def test_dropped_tensors_that_are_there_or_never_were_are_named(tmp_path: Path, source: Path, tensors: Tensors) -> None:
     comparison = judged(tmp_path, source, tensors, manifest={"dropped_tensors": [REDUNDANT, "x"]})
     assert names(comparison.differences) == sorted([REDUNDANT, "x"])
