@@ -26,7 +26,7 @@ POINTS = [
     ("file-written:journal.json", 2), ("written:layers.0.self_attn.qkv_proj", 1), ("written:layers.0.mlp.down_proj", 1), ("solved:layer 0", 1),
     ("file-written:journal.json", 3), ("written:layers.1.self_attn.o_proj", 1), ("solved:layer 1", 1), ("file-written:journal.json", 4),
     ("companions-copied", 1), ("file-staged:config.json", 1), ("file-written:recipe.yaml", 1), ("file-written:gemq.json", 1), ("modes-set", 1),
-    ("sealed", 1), ("before-publish", 1), ("published", 1),
+    ("file-staged:provenance.intoto.json", 1), ("file-written:README.md", 1), ("sealed", 1), ("before-publish", 1), ("published", 1),
 ]  # fmt: skip
 
 
@@ -54,6 +54,8 @@ def test_the_points_tested_are_all_the_points_there_are(source, tmp_path):
         "file-written:config.json",
         "file-staged:recipe.yaml",
         "file-staged:gemq.json",
+        "file-written:provenance.intoto.json",
+        "file-staged:README.md",
         "file-staged:gemq.seal.json",
         "file-written:gemq.seal.json",
     }
