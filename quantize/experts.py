@@ -52,7 +52,7 @@ class ExpertSolutions:
             hessian = gptq.Hessian(weight.shape[1], weight.device)
             hessian.add(rows)
             moments = hessian.mean(name)
-            stored, scales = gptq.solve(weight, gptq.factorize(moments, self._options, name), scheme, self._options.block_size)
+            stored, scales = gptq.solve(weight, gptq.factorize(moments, self._options, name), scheme)
         else:
             moments = None
             stored, scales = round_to_nearest(weight, scheme)

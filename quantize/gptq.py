@@ -15,6 +15,7 @@ import torch
 
 from gemq.errors import IntegrityError
 from gemq.output import warn
+from gemq.quantize.refine import refine
 from gemq.quantize.scales import find_scales, integer_range, restore, round_to_scales
 from gemq.quantize.threads import single_thread
 from gemq.recipes.model import Gptq, WeightScheme
@@ -111,34 +112,36 @@ def _invert_lower(lower: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Factorization:
-    """What GPTQ needs of a Hessian: the order of the columns, the factor U in that order, the mean square of each input."""
+    """A Hessian as GPTQ needs it: the order of the columns, the factor U in that order, the mean x x^T before damping [in, in]."""
 
     order: torch.Tensor
     factor: torch.Tensor
-    importance: torch.Tensor
+    moments: torch.Tensor
+    options: Gptq
 
 
 def factorize(hessian: torch.Tensor, options: Gptq, name: str) -> Factorization:
     """The factorization of `hessian` [in, in]."""
-    importance = hessian.diagonal().clone()
+    diagonal = hessian.diagonal()
     static = options.actorder == "static"
-    order = torch.argsort(importance, descending=True, stable=True) if static else torch.arange(hessian.shape[0], device=hessian.device)
-    return Factorization(order, inverse_factor(hessian, options.dampening, name, order), importance)
+    order = torch.argsort(diagonal, descending=True, stable=True) if static else torch.arange(hessian.shape[0], device=hessian.device)
+    return Factorization(order, inverse_factor(hessian, options.dampening, name, order), hessian, options)
 
 
-def solve(
-    weight: torch.Tensor, factorization: Factorization, scheme: WeightScheme, block_size: int = 128
-) -> tuple[torch.Tensor, torch.Tensor]:
+def solve(weight: torch.Tensor, factorization: Factorization, scheme: WeightScheme) -> tuple[torch.Tensor, torch.Tensor]:
     """(stored [out, in], scales [out, groups] float32) of `weight` [out, in] float32.
 
     Rows are independent: those of several modules may be stacked, as long as they read the same input.
     """
-    scales = find_scales(weight, scheme, factorization.importance)
-    order = factorization.order
+    options, order, moments = factorization.options, factorization.order, factorization.moments
+    scales = find_scales(weight, scheme, moments.diagonal())
     group_of = torch.arange(weight.shape[1], device=weight.device) // (weight.shape[1] // scales.shape[1])
     column_scales = scales.index_select(1, group_of[order])
-    rounded = _sweep(weight.index_select(1, order), factorization.factor, column_scales, scheme, block_size)
-    return round_to_scales(rounded.index_select(1, torch.argsort(order)), scales, scheme), scales
+    rounded = _sweep(weight.index_select(1, order), factorization.factor, column_scales, scheme, options.block_size)
+    stored = round_to_scales(rounded.index_select(1, torch.argsort(order)), scales, scheme)
+    return refine(
+        weight, stored, scales, moments, scheme, dampening=options.dampening, rounds=options.refine, block_size=options.block_size
+    )
 
 
 def _sweep(work: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, scheme: WeightScheme, block_size: int) -> torch.Tensor:

@@ -200,7 +200,7 @@ class _Run:
         else:
             moments = hessian.mean(unit.name)
             factorization = gptq.factorize(moments, self.plan.recipe.gptq, unit.name)
-            stored, scales = gptq.solve(stacked, factorization, scheme, self.plan.recipe.gptq.block_size)
+            stored, scales = gptq.solve(stacked, factorization, scheme)
             report["output_error"] = gptq.output_error(stacked, stored, scales, scheme, moments)
         sizes = [matrix.out_features for matrix in unit.matrices]
         for matrix, part, part_scales in zip(unit.matrices, stored.split(sizes), scales.split(sizes), strict=True):
@@ -226,7 +226,7 @@ class _Run:
                 if factorization is None:
                     stored, scales = round_to_nearest(rows, scheme)
                 else:
-                    stored, scales = gptq.solve(rows, factorization, scheme, self.plan.recipe.gptq.block_size)
+                    stored, scales = gptq.solve(rows, factorization, scheme)
                 difference = rows - restore(stored, scales, scheme)
                 error += (difference.square() if moments is None else (difference @ moments) * difference).sum().item()
                 signal += (rows.square() if moments is None else (rows @ moments) * rows).sum().item()

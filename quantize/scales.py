@@ -23,12 +23,13 @@ def integer_range(scheme: WeightScheme) -> tuple[int, int]:
     return -(1 << (scheme.num_bits - 1)), (1 << (scheme.num_bits - 1)) - 1
 
 
-def _grouped(weight: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+def in_groups(weight: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+    """`weight` [out, in] as [out, groups, inputs of a group]."""
     return weight.reshape(weight.shape[0], scheme.groups(weight.shape[1]), -1)
 
 
-def _stored(scale: torch.Tensor) -> torch.Tensor:
-    """`scale` as bfloat16 stores it, never zero."""
+def stored_scale(scale: torch.Tensor) -> torch.Tensor:
+    """`scale` as bfloat16 stores it, in float32, never zero."""
     tiny = torch.finfo(torch.bfloat16).tiny
     scale = torch.where(scale.abs() < tiny, torch.full_like(scale, tiny), scale)
     return scale.to(torch.bfloat16).to(torch.float32)
@@ -41,12 +42,12 @@ def find_scales(weight: torch.Tensor, scheme: WeightScheme, importance: torch.Te
     error, weighted by `importance` [in] (the mean square of each input) when it is given. Both signs, since the range has one integer more
     below zero than above: a negative scale puts the group's extreme there.
     """
-    grouped = _grouped(weight, scheme)
+    grouped = in_groups(weight, scheme)
     largest = grouped.abs().amax(-1)
     if scheme.type == "float":
-        return _stored(largest / FP8_MAX)
+        return stored_scale(largest / FP8_MAX)
     low, high = integer_range(scheme)
-    minmax = _stored(largest / ((high - low) / 2))
+    minmax = stored_scale(largest / ((high - low) / 2))
     if scheme.observer == "minmax":
         return minmax
     cost = torch.ones(weight.shape[1]) if importance is None else importance / importance.mean().clamp_min(1e-30)
@@ -64,7 +65,7 @@ def _best_clip(grouped: torch.Tensor, largest: torch.Tensor, minmax: torch.Tenso
         reach = 1 + (_CLIP_FURTHEST - 1) * step / (_CLIP_STEPS - 1)
         # the extreme at the low end (one more integer), then at the high end
         for scale in (-extreme * largest / (-low * reach), extreme * largest / (high * reach)):
-            scale = _stored(scale)
+            scale = stored_scale(scale)
             error = _rounding_error(grouped, scale, cost, low, high)
             better = error < best_error
             best = torch.where(better, scale, best)
@@ -80,7 +81,7 @@ def _rounding_error(grouped: torch.Tensor, scale: torch.Tensor, cost: torch.Tens
 
 def round_to_scales(weight: torch.Tensor, scales: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
     """What is stored of `weight` [out, in] under `scales` [out, groups]: int8 holding the integers, or float8_e4m3fn."""
-    ratio = _grouped(weight, scheme) / scales.unsqueeze(-1)
+    ratio = in_groups(weight, scheme) / scales.unsqueeze(-1)
     if scheme.type == "float":
         return ratio.clamp_(-FP8_MAX, FP8_MAX).reshape(weight.shape).to(torch.float8_e4m3fn)
     low, high = integer_range(scheme)
@@ -89,4 +90,4 @@ def round_to_scales(weight: torch.Tensor, scales: torch.Tensor, scheme: WeightSc
 
 def restore(stored: torch.Tensor, scales: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
     """The weight [out, in] float32 that `stored` and `scales` stand for."""
-    return (_grouped(stored.to(torch.float32), scheme) * scales.unsqueeze(-1)).reshape(stored.shape)
+    return (in_groups(stored.to(torch.float32), scheme) * scales.unsqueeze(-1)).reshape(stored.shape)
