@@ -22,13 +22,14 @@ class Engine:
 
     name = "stub"
     max_model_len = 4096
+    vocabulary = VOCABULARY
 
     def __init__(self, tokens_per_second: float = 0.0) -> None:
         self.tokens_per_second = tokens_per_second
 
     def next_id(self, ids: list[int]) -> int:
         """The id that follows `ids` under greedy decoding."""
-        return (ids[-1] * 31 + (ids[-2] if len(ids) > 1 else 0) * 7 + ids[0] * 3 + 13) % VOCABULARY
+        return (ids[-1] * 31 + (ids[-2] if len(ids) > 1 else 0) * 7 + ids[0] * 3 + 13) % self.vocabulary
 
     def tokenize(self, text: str) -> list[int]:
         """BOS and the text's bytes."""
@@ -70,7 +71,7 @@ class Engine:
         ids = self.tokenize(ids) if isinstance(ids, str) else list(ids)
         if len(ids) + asked > self.max_model_len:
             return 400, {"error": {"message": f"This model's maximum context length is {self.max_model_len} tokens.", "code": 400}}, 0.0
-        if max(ids) >= VOCABULARY:
+        if max(ids) >= self.vocabulary:
             return 400, {"error": {"message": f"Token id {max(ids)} is out of vocabulary", "code": 400}}, 0.0
         made = self.decode(ids, asked)
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "text": ""}

@@ -121,6 +121,50 @@ def bench(
                              "the numbers above are not a model's that does the work; find what answers in its place")  # fmt: skip
 
 
+def eval_greedy(
+    target: Annotated[str, typer.Argument(help="An endpoint's URL, a checkpoint or submission to start, or a .jsonl of decode records.")],
+    reference: Annotated[str, typer.Option(help="The served checkpoint's directory, a .jsonl of decode records, or the URL of a plain server.")],
+    prompts: Annotated[Path | None, typer.Option(help="Prompts: ShareGPT's .json, or a .jsonl; the reference's, or made, if not given.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Compare at most this many prompts.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to decode a prompt (512, or as many as the reference's records).")] = None,
+    tolerance: Annotated[float | None, typer.Option(help="Nats up to which a difference is a near-tie (0.25 across engines, else 0).")] = None,
+    engine: Annotated[str, typer.Option(help="What reads the reference checkpoint: transformers, or vllm, started plainly.")] = "transformers",
+    device: Annotated[str, typer.Option(help="For transformers: auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="For transformers: auto (float32 on a CPU without AMX), float32, bfloat16 or float16.")] = "auto",
+    checkpoint: Checkpoint = None,
+    tokenizer: Tokenizer = None,
+    python: Python = None,
+    output_dir: Annotated[
+        Path | None, typer.Option("--output", help="A directory for decode.jsonl and greedy.json; a stopped capture goes on.")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Greedy ids against plain decoding of the same checkpoint: exit 0 the same, 4 divergent, 2 not comparable, 75 the endpoint died."""
+    output.mode.json = output.mode.json or json_output
+    from gemq.eval.greedy_run import Job, evaluate_greedy
+
+    result = evaluate_greedy(Job(str(target), str(reference), prompts, limit, tokens, tolerance, engine, device, dtype, checkpoint, tokenizer,
+                                 python, output_dir))  # fmt: skip
+    shown = [one for one in result.per_prompt if one.verdict != "identical"][:20]
+    rows = [(one.id, one.verdict, *("–" if value is None else str(value) for value in (one.divergence, one.served_token, one.reference_token)),
+             "–" if one.margin_nats is None else f"{one.margin_nats:.4f}", one.near_ties) for one in shown]  # fmt: skip
+    if rows:
+        output.table(f"{result.target} against {result.reference}",
+                     ("prompt", "verdict", "first at", "served", "reference", "margin, nats", "near-ties"), rows)  # fmt: skip
+    count = len(result.per_prompt)
+    ties = sum(one.near_ties for one in result.per_prompt)
+    closing = f"{result.identical_share:.1%} of {count} prompts identical, {len(result.divergent)} divergent"
+    if ties:
+        closing += f"; {ties} near-ties within {result.tolerance_nats:g} nats: --engine vllm decodes with the same kernels and takes none"
+    output.result(result.to_json(), closing)
+    if result.divergent:
+        first = result.divergent[0]
+        apart = "" if first.margin_nats is None else f", {first.margin_nats:.3f} nats behind {first.reference_token}"
+        raise IntegrityError(f"{len(result.divergent)} of {count} prompts diverge; {first.id} first at token {first.divergence}: "
+                             f"{first.served_token}{apart}", "switch off speculation, batching and tuned kernels one by one")  # fmt: skip
+
+
 def register(app: typer.Typer) -> None:
     """Add this file's commands to gemq's."""
     app.command("bench")(bench)
+    app.command("eval-greedy")(eval_greedy)
