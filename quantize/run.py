@@ -31,7 +31,7 @@ from gemq.quantize.rtn import round_to_nearest
 from gemq.quantize.scales import restore
 from gemq.quantize.seal import CARD_FILE, REPORTS, SealedFile, write_seal
 from gemq.quantize.skeleton import Matrix
-from gemq.quantize.walk import Walk, Walker, require_finite
+from gemq.quantize.walk import Walk, Walker
 from gemq.shards import ShardReader, ShardWriter
 from gemq.source import Source, file_hashes
 

@@ -17,11 +17,12 @@ from tests.quantize.small_jobs import make_job, run_job
 
 from gemq.errors import UsageError
 from gemq.eval.local import LocalCheckpoint
+from gemq.quantize.loading import RowEmbedding
 from gemq.quantize.plan import describe_units, make_plan, with_head
 from gemq.quantize.seal import check_seal
 from gemq.quantize.skeleton import load_skeleton
 from gemq.quantize.verify import verify_against_source
-from gemq.quantize.walk import RowEmbedding, Walk, Walker
+from gemq.quantize.walk import Walk, Walker
 from gemq.recipes.model import Recipe, built_in_names, load_recipe, parse_recipe
 from gemq.shards import ShardReader
 
