@@ -1,7 +1,8 @@
 """From files and data set rows to documents: token ids of one text, chat or record each.
 
 .txt     one document, the whole file, so that its windows are consecutive
-.jsonl   one document a row, all rows alike, an "id" allowed beside the keys of ROW_KINDS; .jsonl.gz too
+.jsonl   one document a row, all rows alike, an "id" allowed beside the keys of ROW_KINDS; .jsonl.gz too. Chat messages may hold images
+         and recordings: such a row is a record of its own (media.py), and not cut into windows
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
+from gemq.calibration.media import MediaReader, MediaRecord, has_media
 from gemq.calibration.tokenize import TokenLimits, check_ids, encode_messages, encode_text, load_tokenizer, read_limits, short
 from gemq.errors import UsageError
 
@@ -22,9 +24,11 @@ ROW_KINDS: tuple[tuple[str, ...], ...] = (TEXT, MESSAGES, ("token_ids",), ("inpu
 class DocumentReader:
     """Turns rows into token ids; loads the tokenizer when the first row needs one, so that token-id records work without."""
 
-    def __init__(self, model_dir: Path, column: str | None) -> None:
+    def __init__(self, model_dir: Path, column: str | None, length: int = 512) -> None:
         self.model_dir = model_dir
         self.column = column
+        self.length = length  # of records with media, which are not cut later
+        self.media: MediaReader | None = None
         self.rows = 0
         self._tokenizer: Any = None
         self._limits: TokenLimits | None = None
@@ -43,14 +47,14 @@ class DocumentReader:
             self._limits = read_limits(self.model_dir, self.tokenizer if has_one else None)
         return self._limits
 
-    def file_documents(self, path: Path) -> Iterator[list[int]]:
-        """The documents of a .txt or .jsonl(.gz) file as token ids, in order."""
+    def file_documents(self, path: Path) -> Iterator[list[int] | MediaRecord]:
+        """The documents of a .txt or .jsonl(.gz) file as token ids, in order; records where they have images or recordings."""
         if path.name.endswith(".txt"):
             text = _read_text(path)
             self.rows = int(bool(text.strip()))
             yield self._checked(encode_text(self.tokenizer, text, path.name), path.name)
         elif path.name.endswith((".jsonl", ".jsonl.gz")):
-            yield from self._documents(_json_rows(path))
+            yield from self._documents(_json_rows(path), path.parent)
         else:
             raise UsageError(f"calibration file {path.name} has an unknown ending", "use .txt, .jsonl or .jsonl.gz")
 
@@ -60,7 +64,7 @@ class DocumentReader:
             self.rows += 1
             yield self._checked(list(ids), f"{name} window {number}")
 
-    def dataset_documents(self, dataset: Any, name: str, seed: int) -> Iterator[list[int]]:
+    def dataset_documents(self, dataset: Any, name: str, seed: int) -> Iterator[list[int] | MediaRecord]:
         """The documents of a data set as token ids, in an order drawn from `seed`."""
         import numpy
 
@@ -78,9 +82,9 @@ class DocumentReader:
         # a permutation of our own: datasets' shuffle writes an index file beside the data
         order = numpy.random.default_rng(seed).permutation(len(dataset)).tolist()
         dataset = dataset.select_columns(list(keys))
-        yield from self._documents((f"{name} row {index}", dataset[index]) for index in order)
+        yield from self._documents(((f"{name} row {index}", dataset[index]) for index in order), None)
 
-    def _documents(self, rows: Iterable[tuple[str, object]]) -> Iterator[list[int]]:
+    def _documents(self, rows: Iterable[tuple[str, object]], folder: Path | None) -> Iterator[list[int] | MediaRecord]:
         first: tuple[str, ...] | None = None
         for where, row in rows:
             kind, value = _row_kind(row, self.column, where)
@@ -93,6 +97,12 @@ class DocumentReader:
                 if not isinstance(value, str):
                     raise UsageError(f"{where}: text must be a string, got {short(value)}", "write {\"text\": \"…\"}")
                 ids = encode_text(self.tokenizer, value, where)
+            elif kind == MESSAGES and has_media(value):
+                self.media = self.media or MediaReader(self.model_dir)
+                record = self.media.record(self.tokenizer, value, folder, where, bos=self.limits.bos, length=self.length)
+                self._checked(list(record.token_ids), where)
+                yield record
+                continue
             elif kind == MESSAGES:
                 ids = encode_messages(self.tokenizer, value, where)
             else:

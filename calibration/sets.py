@@ -2,13 +2,14 @@
 
 A set comes from the model's own samples (`self`), a local file, or a data set of the Hub. Windows may differ in length: a document that
 ends early gives a short one. Files are read in order, data sets in an order drawn from `seed`; the first `samples` windows are taken.
+Chats with images or recordings count among them, and are kept whole beside the windows of text.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from gemq.atomic import disk_errors, write_file
 from gemq.calibration import hub
 from gemq.calibration.documents import DocumentReader
+from gemq.calibration.media import KINDS, MediaRecord
 from gemq.calibration.tokenize import cut_windows, read_limits, short
 from gemq.errors import IntegrityError, UsageError
 
@@ -26,21 +28,34 @@ _HEADER = "gemq_calibration"
 
 @dataclass(frozen=True)
 class CalibrationSet:
-    """Token windows with their digest. `description` is JSON: kind, name, samples, length, packed, seed, tokens and what the kind adds."""
+    """Token windows with their digest. `description` is JSON: kind, name, samples, length, packed, seed, tokens and what the kind adds.
+
+    `records` are chats with images or recordings, which the digest covers down to the files' bytes.
+    """
 
     windows: tuple[tuple[int, ...], ...]
     sha256: str
     description: dict[str, Any]
+    records: tuple[MediaRecord, ...] = ()
 
     @classmethod
-    def of(cls, windows: Iterable[Sequence[int]], description: dict[str, Any]) -> CalibrationSet:
-        """A set of `windows`, its digest computed, its `tokens` and `samples` counted into `description`."""
-        kept = tuple(tuple(window) for window in windows)
-        counts = {"samples": len(kept), "tokens": sum(map(len, kept))}
-        return cls(kept, digest(kept), {**description, **counts})
+    def of(cls, windows: Iterable[Sequence[int]], description: dict[str, Any], records: Iterable[MediaRecord] = ()) -> CalibrationSet:
+        """A set of `windows` and `records`, its digest computed, its `tokens` and `samples` (and media) counted into `description`."""
+        kept, media = tuple(tuple(window) for window in windows), tuple(records)
+        counts: dict[str, Any] = {
+            "samples": len(kept) + len(media), "tokens": sum(map(len, kept)) + sum(len(record.token_ids) for record in media)
+        }  # fmt: skip
+        if media:
+            counts["media"] = {kind: sum(file.kind == kind for record in media for file in record.files) for kind in KINDS}
+        return cls(kept, digest(kept, media), {**description, **counts}, media)
 
     def save(self, path: Path) -> None:
-        """Write a .jsonl: a line with digest and description, then {"token_ids": […]} a window. Same set, same bytes."""
+        """Write a .jsonl: a line with digest and description, then {"token_ids": […]} a window. Same set, same bytes.
+
+        Raises UsageError for a set with images or recordings, whose files it would have to hold.
+        """
+        if self.records:
+            raise UsageError(f"{path.name} can't hold a calibration set with images or recordings", "keep its .jsonl and files instead")
         header = {_HEADER: FORMAT_VERSION, "sha256": self.sha256, "description": dict(sorted(self.description.items()))}
         lines = [json.dumps(header, ensure_ascii=False)]
         lines += [json.dumps({"token_ids": list(window)}) for window in self.windows]
@@ -74,11 +89,17 @@ class CalibrationSet:
         return cls(windows, stated, description)
 
 
-def digest(windows: Iterable[Sequence[int]]) -> str:
-    """SHA-256 (hex) of the windows alone: a line each, its ids in decimal joined by commas, ended by a newline."""
+def digest(windows: Iterable[Sequence[int]], records: Iterable[MediaRecord] = ()) -> str:
+    """SHA-256 (hex) of the windows and records alone: a line each, its ids in decimal joined by commas, ended by a newline.
+
+    A record's line goes on with kind:SHA-256 of each of its files, after spaces.
+    """
     total = hashlib.sha256()
     for window in windows:
         total.update((",".join(map(str, window)) + "\n").encode())
+    for record in records:
+        files = "".join(f" {file.kind}:{file.sha256}" for file in record.files)
+        total.update((",".join(map(str, record.token_ids)) + files + "\n").encode())
     return total.hexdigest()
 
 
@@ -104,7 +125,8 @@ def load_calibration(spec: str, *, model_dir: Path, samples: int, length: int, s
 
         return generate_self_set(model_dir, samples=samples, length=length, seed=seed, device=device, cache_dir=cache_dir)
     path = Path(spec).expanduser()
-    reader = DocumentReader(model_dir, column)
+    reader = DocumentReader(model_dir, column, length)
+    documents: Iterable[Sequence[int] | MediaRecord]
     if path.is_file():
         documents = reader.known_ids(CalibrationSet.load(path).windows, path.name) if _is_saved_set(path) else reader.file_documents(path)
         described: dict[str, Any] = {"kind": "file", "name": path.name, "file_sha256": _file_sha256(path)}
@@ -116,12 +138,33 @@ def load_calibration(spec: str, *, model_dir: Path, samples: int, length: int, s
     else:
         raise UsageError(f"calibration {spec!r} is neither self, nor a file, nor a data set like org/name[:config][@revision]",
                          "name a .txt or .jsonl file, a data set of the Hub, or self")
-    windows = list(islice(cut_windows(documents, length, bos=reader.limits.bos, eos=reader.limits.eos, pack=pack), samples))
-    if len(windows) < samples:
-        found = f"gives {len(windows)} windows of up to {length} tokens" if windows else f"gives no window ({reader.rows} documents read)"
+    taken = list(islice(_windows(documents, length, reader, pack=pack), samples))
+    if len(taken) < samples:
+        found = f"gives {len(taken)} windows of up to {length} tokens" if taken else f"gives no window ({reader.rows} documents read)"
         raise UsageError(f"calibration {spec} {found}, --samples asks for {samples}",
                          "lower --samples or --length, pass --pack to join short documents, or bring more data")
-    return CalibrationSet.of(windows, {**described, **common, "column": column, "packed": pack})
+    windows, records = [each for each in taken if not isinstance(each, MediaRecord)], [each for each in taken if isinstance(each, MediaRecord)]
+    return CalibrationSet.of(windows, {**described, **common, "column": column, "packed": pack}, records)
+
+
+def _windows(
+    documents: Iterable[Sequence[int] | MediaRecord], length: int, reader: DocumentReader, *, pack: bool
+) -> Iterator[tuple[int, ...] | MediaRecord]:
+    if pack:
+        yield from cut_windows(_texts_only(documents), length, bos=reader.limits.bos, eos=reader.limits.eos, pack=True)
+        return
+    for document in documents:
+        if isinstance(document, MediaRecord):
+            yield document
+        else:
+            yield from cut_windows([document], length, bos=reader.limits.bos, eos=reader.limits.eos)
+
+
+def _texts_only(documents: Iterable[Sequence[int] | MediaRecord]) -> Iterator[Sequence[int]]:
+    for document in documents:
+        if isinstance(document, MediaRecord):
+            raise UsageError(f"{document.where}: --pack joins texts, and this record has images or recordings", "leave out --pack")
+        yield document
 
 
 def _looks_like_file(spec: str) -> bool:

@@ -81,10 +81,15 @@ def encode_text(tokenizer: Any, text: str, where: str) -> list[int]:
 
 
 def encode_messages(tokenizer: Any, messages: object, where: str) -> list[int]:
-    """The ids of a chat in the model's own template. BOS is in them if the template writes it; `cut_windows` makes that one.
+    """The ids of a chat in the model's own template. BOS is in them if the template writes it; `cut_windows` makes that one."""
+    return encode_text(tokenizer, chat_text(tokenizer, messages, where), where)
 
-    `messages`: [{"role": str, "content": str or [{"type": "text", "text": str}]}]. Raises UsageError without a template, on another shape,
-    and where the template itself refuses (roles that don't alternate, say).
+
+def chat_text(tokenizer: Any, messages: object, where: str, more_parts: Sequence[str] = ()) -> str:
+    """A chat in the model's own template.
+
+    `messages`: [{"role": str, "content": str or [{"type": "text", "text": str}]}]; parts of the types `more_parts` may stand beside text.
+    Raises UsageError without a template, on another shape, and where the template itself refuses (roles that don't alternate, say).
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(f"{where} holds chat messages, and the model's tokenizer has no chat template (is it a base model?)",
@@ -98,15 +103,16 @@ def encode_messages(tokenizer: Any, messages: object, where: str) -> list[int]:
         content = message["content"]
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         for part in parts:
+            if isinstance(part, dict) and part.get("type") in more_parts:
+                continue
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 raise UsageError(f"{where}: content must be {_CHAT_PARTS}, got {short(part)}",
-                                 "images and audio aren't calibration data yet")
+                                 "write text, or {'type': 'image' or 'audio', 'path': …} in a .jsonl")
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
     except Exception as error:  # jinja's, and whatever a template's raise_exception raises
         raise UsageError(f"{where}: the model's chat template refuses these messages ({short(error)})",
                          "check the roles and their order") from error
-    return encode_text(tokenizer, text, where)
 
 
 def check_ids(ids: object, limits: TokenLimits, where: str) -> list[int]:
