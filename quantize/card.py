@@ -120,11 +120,12 @@ def joined(measurements: list[dict[str, Any]], more: list[dict[str, Any]]) -> li
 
 def inherited_fields(card: Path) -> dict[str, Any]:
     """What of another card's metadata is as true of a quantized copy: licence, language, pipeline. Empty where there is no such card."""
+    import yaml
     from huggingface_hub import ModelCard
 
     try:
         data = ModelCard(card.read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict()
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
         return {}  # a source without a readable card has nothing to pass on
     kept = {key: data[key] for key in _INHERITED if key in data}
     return {key: value for key, value in kept.items() if _is_text(value) or (isinstance(value, list) and value and all(map(_is_text, value)))}
@@ -221,8 +222,9 @@ def _making(manifest: dict[str, Any], recipe: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {number}" for name, number in sorted(manifest["versions"].items()))
     dropped = len(manifest.get("dropped_tensors") or [])
     left_out = [f"{dropped} tensors that no forward reads were left out; `gemq.json` lists them.", ""] if dropped else []
+    threads = f" with {manifest['threads']} threads" if manifest["threads"] else ""
     return ["## How it was made", "", "| scheme | solver | units (what is fused for serving is one) |", "|---|---|---|", *table, "", how, "",
-            *left_out, f"Seed {manifest['seed']}, on {manifest['device']}, with {versions}. `recipe.yaml` is the whole recipe, "
+            *left_out, f"Seed {manifest['seed']}, on {manifest['device']}{threads}, by {versions}. `recipe.yaml` is the whole recipe, "
             "`provenance.intoto.json` names every file that went in by its SHA-256."]  # fmt: skip
 
 

@@ -27,6 +27,7 @@ BUILD_TYPE = "urn:gemq:quantize:v1"
 # whoever runs `gemq quantize` is the platform: nothing but their word says what it ran on (SLSA Build L1)
 BUILDER_ID = "urn:gemq:command-line"
 _NO_SUBJECTS = {PROVENANCE_FILE, SEAL_FILE, *REPORTS}
+_DEFINITION = {"buildType", "externalParameters", "internalParameters", "resolvedDependencies"}
 _MAX_BYTES = 64 << 20
 _ADVICE = "don't use this checkpoint; fetch or quantize it again"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -48,6 +49,7 @@ def statement(files: list[SealedFile], manifest: dict[str, Any], recipe: dict[st
                     "calibration": None if calibration is None else {key: calibration[key] for key in sorted(calibration) if key != "sha256"},
                     "seed": manifest["seed"], "device": manifest["device"],
                 },
+                "internalParameters": {"threads": manifest["threads"]},
                 "resolvedDependencies": [*_source_files(source), *_calibration_data(calibration)],
             },
             "runDetails": {"builder": {"id": BUILDER_ID, "version": dict(sorted(manifest["versions"].items()))}},
@@ -116,8 +118,8 @@ def _form_problem(document: Any) -> str:
     if not isinstance(predicate, dict) or set(predicate) != {"buildDefinition", "runDetails"}:
         return "its predicate has a buildDefinition and runDetails"
     definition, details = predicate["buildDefinition"], predicate["runDetails"]
-    if not isinstance(definition, dict) or set(definition) != {"buildType", "externalParameters", "resolvedDependencies"}:
-        return "its buildDefinition has buildType, externalParameters and resolvedDependencies"
+    if not isinstance(definition, dict) or set(definition) != _DEFINITION:
+        return f"its buildDefinition has {', '.join(sorted(_DEFINITION))}"
     if definition["buildType"] != BUILD_TYPE:
         return f"its buildType is {str(definition['buildType'])[:80]!r}, {BUILD_TYPE!r} is valid"
     if not isinstance(definition["externalParameters"], dict) or "recipe" not in definition["externalParameters"]:

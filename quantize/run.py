@@ -25,6 +25,7 @@ from gemq.quantize.card import inherited_fields, reports
 from gemq.quantize.checkpoint import write_companions
 from gemq.quantize.experts import solve_experts
 from gemq.quantize.journal import Journal, Resume, open_journal
+from gemq.quantize.loading import require_finite
 from gemq.quantize.plan import Plan, Stored, Unit, stored_matrices
 from gemq.quantize.provenance import PROVENANCE_FILE, statement, statement_bytes
 from gemq.quantize.rtn import round_to_nearest
@@ -108,8 +109,7 @@ class _Run:
             "calibration": job.calibration.sha256 if job.calibration and needs else None,
             "seed": job.seed,
             "device": torch.device(job.device).type,
-            # how a CPU's matrix products are split decides their last bits
-            "threads": torch.get_num_threads() if torch.device(job.device).type == "cpu" else None,
+            "threads": _threads_that_matter(job),
             "versions": versions(),
         }
         self.directory = partial / "checkpoint"
@@ -200,6 +200,7 @@ class _Run:
         else:
             moments = hessian.mean(unit.name)
             factorization = gptq.factorize(moments, self.plan.recipe.gptq, unit.name)
+            stacked = gptq.target(stacked, factorization, hessian)  # the error is measured from there
             stored, scales = gptq.solve(stacked, factorization, scheme)
             report["output_error"] = gptq.output_error(stacked, stored, scales, scheme, moments)
         sizes = [matrix.out_features for matrix in unit.matrices]
@@ -226,6 +227,8 @@ class _Run:
                 if factorization is None:
                     stored, scales = round_to_nearest(rows, scheme)
                 else:
+                    assert hessian is not None
+                    rows = gptq.target(rows, factorization, hessian)
                     stored, scales = gptq.solve(rows, factorization, scheme)
                 difference = rows - restore(stored, scales, scheme)
                 error += (difference.square() if moments is None else (difference @ moments) * difference).sum().item()
@@ -281,6 +284,7 @@ class _Run:
             "calibration": None if calibration is None else {"sha256": calibration.sha256, **calibration.description},
             "seed": self.job.seed,
             "device": torch.device(self.job.device).type,
+            "threads": _threads_that_matter(self.job),
             "versions": versions(),
             "bytes": {"source": self.plan.source_bytes(), "checkpoint": self.plan.checkpoint_bytes(), "per_token_source": int(before),
                       "per_token_checkpoint": int(after), "bits_per_decoder_weight": round(self.plan.bits_per_weight(), 4)},
@@ -310,6 +314,12 @@ class _Run:
             return {PROVENANCE_FILE: raw, **reports(manifest, recipe, [*files, told], measurements, inherited)}
 
         return made
+
+
+def _threads_that_matter(job: Job) -> int | None:
+    """torch's threads where they decide the result: how a CPU splits a matrix product decides its last bits, and so where GPTQ rounds to."""
+    calibrated_here = job.plan.recipe.needs_calibration and torch.device(job.device).type == "cpu"
+    return torch.get_num_threads() if calibrated_here else None
 
 
 def _name_of(source: Source) -> str:

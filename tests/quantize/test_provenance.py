@@ -171,7 +171,7 @@ def test_a_source_on_the_hub_and_a_data_set_are_named_by_their_commits() -> None
     manifest = {
         "source": {"model": "google/gemma-4-E4B-it", "revision": commit, "files": {"model 1.safetensors": "0" * 64}},
         "calibration": {"sha256": "1" * 64, "kind": "dataset", "name": "org/set", "revision": revision, "samples": 1, "tokens": 2},
-        "seed": 0, "device": "cuda", "versions": {"gemq": "1"},
+        "seed": 0, "device": "cuda", "threads": None, "versions": {"gemq": "1"},
     }  # fmt: skip
     made = statement([SealedFile(False, "config.json", "2" * 64, 1)], manifest, {"name": "w4a16"})
     check_published_form(made)
