@@ -24,23 +24,28 @@ _STRIP = 32
 
 
 class Hessian:
-    """The running mean of x x^T over the inputs x of a unit.
+    """The running mean of x x^T over the inputs x of a unit, and of (y - x) x^T where the source's own inputs y come along.
 
-    Sums in float32 on the device of the inputs; only blocks on and above the diagonal are computed, since the matrix is symmetric.
+    Sums in float32 on the device of the inputs; of x x^T only blocks on and above the diagonal are computed, since it is symmetric.
     """
 
     def __init__(self, in_features: int, device: torch.device | str = "cpu", block: int = 512) -> None:
         self.sum = torch.zeros(in_features, in_features, dtype=torch.float32, device=device)
+        self.cross: torch.Tensor | None = None
         self.rows = 0
         self._block = block
 
-    def add(self, inputs: torch.Tensor) -> None:
-        """Add the rows of `inputs` [..., in]."""
+    def add(self, inputs: torch.Tensor, source: torch.Tensor | None = None) -> None:
+        """Add the rows of `inputs` [..., in], and of `source`, the same rows as the source's own weights make them."""
         flat = inputs.reshape(-1, inputs.shape[-1]).to(torch.float32)
         self.rows += flat.shape[0]
         for start in range(0, flat.shape[1], self._block):
             stop = min(start + self._block, flat.shape[1])
             self.sum[start:stop, start:].addmm_(flat[:, start:stop].T, flat[:, start:])
+        if source is not None:
+            if self.cross is None:
+                self.cross = torch.zeros_like(self.sum)
+            self.cross.addmm_((source.reshape(flat.shape).to(torch.float32) - flat).T, flat)
 
     def mean(self, name: str) -> torch.Tensor:
         """H [in, in] float32, made in place of the sum, so that it can be asked for once.
@@ -180,6 +185,21 @@ def _sweep_strip(work: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor,
         column.copy_(rounded)
         if index + 1 < len(diagonal):
             work[index + 1 :].addr_(factor[index, index + 1 :], errors[index], alpha=-1)
+
+
+def target(weight: torch.Tensor, factorization: Factorization, hessian: Hessian) -> torch.Tensor:
+    """What `weight` [out, in] should be, so that from the quantized model's inputs x it gives what the source gives from its own y.
+
+    The minimum of ||W y - V x||^2 over V is W + W C (H + d I)^-1 with C = E[(y - x) x^T]; `asymmetric` of the way there is gone, since
+    all of it fits the calibration set more than it helps. The asymmetric objective is that of Li et al., "GPTAQ" (2025), section 3.
+    """
+    share = factorization.options.asymmetric
+    if hessian.cross is None or share == 0:
+        return weight
+    order, factor = factorization.order, factorization.factor
+    shift = (weight @ hessian.cross.div(hessian.rows)).index_select(1, order)
+    shift = (shift @ factor.T) @ factor
+    return weight + share * shift.index_select(1, torch.argsort(order))
 
 
 def output_error(weight: torch.Tensor, stored: torch.Tensor, scales: torch.Tensor, scheme: WeightScheme, hessian: torch.Tensor) -> float:

@@ -21,11 +21,9 @@ class RowEmbedding(nn.Module):
     With `scheme`, each row is what its stored form will stand for.
     """
 
-    def __init__(
-        self, reader: ShardReader, tensor: str, scale: float, device: torch.device, scheme: WeightScheme | None = None
-    ) -> None:
+    def __init__(self, reader: ShardReader, tensor: str, scale: float, device: torch.device, scheme: WeightScheme | None = None) -> None:
         super().__init__()
-        self._reader, self._tensor, self._device, self._scheme = reader, tensor, device, scheme
+        self._reader, self._tensor, self._device, self.scheme = reader, tensor, device, scheme
         self._scale = torch.tensor(scale, dtype=torch.float32, device=device)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -36,7 +34,7 @@ class RowEmbedding(nn.Module):
     def rows(self, ids: list[int]) -> torch.Tensor:
         """The rows `ids` of the table, [ids, dim], before they are scaled."""
         rows = self._reader.read_rows(self._tensor, ids).to(torch.float32).to(self._device)
-        return rows if self._scheme is None else restore(*round_to_nearest(rows, self._scheme), self._scheme)
+        return rows if self.scheme is None else restore(*round_to_nearest(rows, self.scheme), self.scheme)
 
 
 def finite_float32(reader: ShardReader, tensor: str, device: torch.device) -> torch.Tensor:
@@ -67,36 +65,20 @@ def load_layer(
     _assign(skeleton.decoder.layers[index], state)
 
 
-def prepare_decoder(
-    skeleton: Skeleton,
-    reader: ShardReader,
-    device: torch.device,
-    replaced: dict[str, torch.Tensor] | None = None,
-    tables: dict[str, WeightScheme] | None = None,
-) -> None:
-    """Give the decoder everything outside its layers: embeddings that read from the source, norms, rotary tables, the PLE projection.
-
-    `replaced` maps modules to weights that stand for the source's, `tables` those that are quantized to their schemes.
-    """
-    decoder, replaced, tables = skeleton.decoder, replaced or {}, tables or {}
+def prepare_decoder(skeleton: Skeleton, reader: ShardReader, device: torch.device) -> None:
+    """Give the decoder everything outside its layers: embeddings that read from the source, norms, rotary tables, the PLE projection."""
+    decoder = skeleton.decoder
     for name, child in list(decoder.named_children()):
         if name == "layers":
             continue
         if isinstance(child, nn.Embedding):
             scale: Any = child.scalar_embed_scale
-            tensor = skeleton.source_name(f"model.{name}.weight")
-            setattr(decoder, name, RowEmbedding(reader, tensor, scale, device, tables.get(f"model.{name}")))
+            setattr(decoder, name, RowEmbedding(reader, skeleton.source_name(f"model.{name}.weight"), scale, device))
         elif not list(child.state_dict()):
             # its buffers are computed, not stored: build it again where they can be
             setattr(decoder, name, type(child)(skeleton.text).to(device))
         else:
-            state = {}
-            for key in child.state_dict():
-                weight = replaced.get(f"model.{name}") if key == "weight" else None
-                state[key] = (
-                    finite_float32(reader, skeleton.source_name(f"model.{name}.{key}"), device) if weight is None else weight.to(device)
-                )
-            _assign(child, state)
+            _assign(child, {key: finite_float32(reader, skeleton.source_name(f"model.{name}.{key}"), device) for key in child.state_dict()})
 
 
 def _assign(module: nn.Module, state: dict[str, torch.Tensor]) -> None:

@@ -5,6 +5,9 @@ each unit (the linears that read one tensor). When all batches stand at the same
 replaced by what their stored form stands for, and all batches go on. So each layer is computed once, every unit is calibrated on the outputs
 of everything quantized before it, and masks, rotary embeddings, per-layer inputs and shared K/V are whatever transformers makes of them:
 no code here knows an architecture. One layer's weights are in memory at a time; embeddings are read row by row from the source.
+
+A recipe with asymmetric targets sends the same batches through the source's own weights too, one stop ahead, so that each unit also sees
+what its inputs would have been.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from gemq.shards import ShardReader
 @dataclass(frozen=True)
 class _AtLayer:
     index: int
+    embeddings: torch.Tensor | None  # what the first layer reads
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,49 @@ class _AtExperts:
 @dataclass(frozen=True)
 class _Done:
     hidden: torch.Tensor
+
+
+class _Stream:
+    """The forwards of all batches, which stand at one place of the decoder together."""
+
+    def __init__(self, forward: Callable[[torch.Tensor], _Done], batches: list[torch.Tensor], seen: Callable[[int, Any], None]) -> None:
+        self._runs, self._batches, self._seen = [greenlet(forward) for _ in batches], batches, seen
+        self.events: list[Any] = [None] * len(batches)
+        self._embeddings: list[torch.Tensor | None] = [None] * len(batches)
+
+    def start(self) -> None:
+        """Bring every batch to its first stop; `seen` hears of each arrival."""
+        for position, (run, batch) in enumerate(zip(self._runs, self._batches, strict=True)):
+            self._arrive(position, run.switch(batch))
+
+    def resume(self) -> None:
+        """Bring every batch from where it stands to its next stop. What nothing reads any more is freed on the way."""
+        stand = _place(self.events[0])
+        for position, run in enumerate(self._runs):
+            if _place(self.events[position]) != stand:
+                raise AssertionError(f"batches stand at {stand} and at {_place(self.events[position])}")
+            spent = _spent_by(self.events[position])
+            # the event is dropped before its batch goes on: the input it holds may be the batch's largest tensor
+            self.events[position] = None
+            event = run.switch()
+            if isinstance(event, _AtLayer) and event.index == 1 and (embeddings := self._embeddings[position]) is not None:
+                spent.append(embeddings)
+                self._embeddings[position] = None
+            for tensor in spent:
+                tensor.untyped_storage().resize_(0)  # a paused frame still names it
+            self._arrive(position, event)
+
+    def _arrive(self, position: int, event: Any) -> None:
+        if isinstance(event, _AtLayer) and event.embeddings is not None:
+            self._embeddings[position] = event.embeddings
+        self.events[position] = event
+        self._seen(position, event)
+
+    def close(self) -> None:
+        """End every forward that has not come to its end."""
+        for run in self._runs:
+            if run and not run.dead:
+                run.throw()
 
 
 @dataclass
@@ -85,61 +132,50 @@ class Walk:
         self._unit_of = plan.quantized_matrices
         self._solved: set[str] = set()
         self._hessians: dict[str, Hessian] = {}
-        self._embeddings: list[torch.Tensor] = []  # each batch's input of the first layer
+        self._source: _Stream | None = None
 
     @torch.no_grad()
     def run(self, walker: Walker) -> None:
         """Drive every batch to the end; raises whatever the callbacks raise."""
-        tables = {unit.matrices[0].module: unit.scheme.weights for unit in self.plan.units if unit.is_table}
-        prepare_decoder(self.skeleton, self.reader, self.device, self._matrix_weights(walker, None), tables)
+        prepare_decoder(self.skeleton, self.reader, self.device)
         hooks = self._hooks()
-        runs = [greenlet(self._forward) for _ in self.batches]
+        quantized = _Stream(self._forward, self.batches, self._observe)
+        if self.plan.recipe.gptq.asymmetric:
+            self._source = _Stream(self._forward, self.batches, lambda position, event: None)
         try:
-            events = [self._observed(run.switch(batch)) for run, batch in zip(runs, self.batches, strict=True)]
+            restored = self._restore(walker, None)
+            if self._source is not None:
+                self._source.start()
+            self._quantize_outside(restored)
+            quantized.start()
             layer: int | None = None
-            while not isinstance(events[0], _Done):
-                event = events[0]
+            while not isinstance(event := quantized.events[0], _Done):
                 if isinstance(event, _AtLayer):
                     self._leave(layer, walker)
                     layer = event.index
-                    self._enter(layer, walker)
+                    self._enter(layer, self._restore(walker, layer))
                 elif isinstance(event, _AtExperts):
-                    self._solve_experts(events, walker)
+                    self._solve_experts(quantized.events, walker)
                 else:
                     self._solve(event.unit, walker)
                 del event
-                events = self._resume(runs, events)
+                quantized.resume()
             self._leave(layer, walker)
-            self._solve_head(events, walker)
+            self._solve_head(quantized.events, walker)
         finally:
             for hook in hooks:
                 hook.remove()
-            for run in runs:
-                if run and not run.dead:
-                    run.throw()
+            for stream in (quantized, self._source):
+                if stream is not None:
+                    stream.close()
 
-    def _resume(self, runs: list[greenlet], events: list[Any]) -> list[Any]:
-        # each event is dropped before its batch goes on: the input it holds may be the batch's largest tensor
-        stand = _place(events[0])
-        for position, run in enumerate(runs):
-            if _place(events[position]) != stand:
-                raise AssertionError(f"batches stand at {stand} and at {_place(events[position])}")
-            spent = _spent_by(events[position])
-            events[position] = None
-            events[position] = self._observed(run.switch())
-            if isinstance(event := events[position], _AtLayer) and event.index == 1:
-                spent.append(self._embeddings[position])
-            for tensor in spent:
-                tensor.untyped_storage().resize_(0)  # a paused frame still names it
-        return events
-
-    def _observed(self, event: Any) -> Any:
-        if isinstance(event, _AtUnit) and event.unit.method == "gptq":
-            hessian = self._hessians.get(event.unit.name)
-            if hessian is None:
-                hessian = self._hessians[event.unit.name] = Hessian(event.unit.in_features, self.device)
-            hessian.add(event.inputs)
-        return event
+    def _observe(self, position: int, event: Any) -> None:
+        if not isinstance(event, _AtUnit) or event.unit.method != "gptq":
+            return
+        hessian = self._hessians.get(event.unit.name)
+        if hessian is None:
+            hessian = self._hessians[event.unit.name] = Hessian(event.unit.in_features, self.device)
+        hessian.add(event.inputs, None if self._source is None else self._source.events[position].inputs)
 
     def _forward(self, ids: torch.Tensor) -> _Done:
         output = self.skeleton.decoder(input_ids=ids.to(self.device), use_cache=False)
@@ -148,9 +184,7 @@ class Walk:
     def _hooks(self) -> list[Any]:
         def pause_at_layer(index: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-                if index == 0:
-                    self._embeddings.append(args[0])
-                getcurrent().parent.switch(_AtLayer(index))
+                getcurrent().parent.switch(_AtLayer(index, args[0] if index == 0 else None))
 
             return hook
 
@@ -177,7 +211,7 @@ class Walk:
                 hooks.append(self.skeleton.model.get_submodule(module).register_forward_pre_hook(pause_at_unit(unit)))
         return hooks
 
-    def _matrix_weights(self, walker: Walker, layer: int | None) -> dict[str, torch.Tensor]:
+    def _restore(self, walker: Walker, layer: int | None) -> dict[str, torch.Tensor]:
         """Weights of this layer's units that an earlier run solved, by module; those units are not solved again."""
         found: dict[str, torch.Tensor] = {}
         for unit in self.plan.units:
@@ -186,8 +220,21 @@ class Walk:
                 found |= {matrix.module: weight for matrix, weight in zip(unit.matrices, weights, strict=True)}
         return found
 
-    def _enter(self, index: int, walker: Walker) -> None:
-        load_layer(self.skeleton, self.reader, index, self.device, self._matrix_weights(walker, index))
+    def _quantize_outside(self, restored: dict[str, torch.Tensor]) -> None:
+        """What stands before the layers, as it will be served."""
+        for module, weight in restored.items():
+            self.skeleton.model.get_submodule(module).weight.data.copy_(weight)
+        for unit in self.plan.units:
+            if unit.is_table:
+                self.skeleton.model.get_submodule(unit.matrices[0].module).scheme = unit.scheme.weights
+
+    def _enter(self, index: int, restored: dict[str, torch.Tensor]) -> None:
+        if self._source is not None:
+            load_layer(self.skeleton, self.reader, index, self.device)
+            self._lead()
+            if not restored:
+                return
+        load_layer(self.skeleton, self.reader, index, self.device, restored)
 
     def _leave(self, index: int | None, walker: Walker) -> None:
         if index is None:
@@ -199,11 +246,17 @@ class Walk:
         walker.layer_done(index)
 
     def _solve(self, unit: Unit, walker: Walker) -> None:
+        self._solved.add(unit.name)
+        self._lead()
         modules = [self.skeleton.model.get_submodule(matrix.module) for matrix in unit.matrices]
         weights = walker.solve(unit, [module.weight.data for module in modules], self._hessians.pop(unit.name, None))
         for module, weight in zip(modules, weights, strict=True):
             module.weight.data.copy_(weight)
-        self._solved.add(unit.name)
+
+    def _lead(self) -> None:
+        """Let the source's batches go ahead, while its own weights are still in place."""
+        if self._source is not None:
+            self._source.resume()
 
     def _expert_units(self, layer: int) -> list[Unit]:
         return [unit for unit in self.plan.units if unit.layer == layer and unit.matrices[0].experts is not None]
@@ -216,8 +269,9 @@ class Walk:
 
         assert walker.solve_experts is not None
         units = self._expert_units(layer)
-        walker.solve_experts(units, self.skeleton.decoder.layers[layer].experts, rows_of)
         self._solved.update(unit.name for unit in units)
+        self._lead()
+        walker.solve_experts(units, self.skeleton.decoder.layers[layer].experts, rows_of)
 
     def _solve_head(self, events: list[_Done], walker: Walker) -> None:
         unit = self._unit_of.get("lm_head")
@@ -226,8 +280,8 @@ class Walk:
         hessian = None
         if unit.method == "gptq":
             hessian = Hessian(unit.in_features, self.device)
-            for event in events:
-                hessian.add(event.hidden)
+            for position, event in enumerate(events):
+                hessian.add(event.hidden, None if self._source is None else self._source.events[position].hidden)
         walker.solve(unit, [], hessian)
 
 

@@ -118,6 +118,8 @@ class Gptq(_Frozen):
     actorder: Literal["static", "none"] = "static"
     dampening: float = Field(default=0.01, gt=0, le=1)
     block_size: int = Field(default=128, ge=1, le=4096)
+    # how far a unit's target moves from its own weight to what makes up for errors before it; above 0 the source is walked beside
+    asymmetric: float = Field(default=0.0, ge=0, le=1)
     refine: int = Field(default=1, ge=0, le=16)  # rounds of fitting scales and integers to each other afterwards
 
 

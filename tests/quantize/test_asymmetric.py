@@ -1,0 +1,129 @@
+"""Asymmetric targets: the closed form against least squares, and the walk that carries the source's activations along."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models.gemma4 import build
+from tests.quantize.problems import problem
+from tests.quantize.small_jobs import make_job, run_job, windows
+
+from gemq import atomic
+from gemq.quantize import gptq
+from gemq.quantize.walk import Walk, Walker
+from gemq.recipes.model import Gptq, parse_recipe
+
+
+def test_the_whole_way_is_the_least_squares_weight_for_the_source_s_outputs():
+    weight, inputs = problem(out=12, size=32, tokens=600)
+    source = inputs + 0.3 * torch.randn_like(inputs) + 0.2 * inputs.roll(1, dims=1)
+    hessian = gptq.Hessian(32)
+    for part, own in zip(inputs.split(150), source.split(150), strict=True):
+        hessian.add(part, own)
+    options = Gptq(asymmetric=1.0, dampening=1e-6)
+    got = gptq.target(weight, gptq.factorize(hessian.mean("test"), options, "test"), hessian)
+    wanted = source.double() @ weight.double().T
+    best = torch.linalg.lstsq(inputs.double(), wanted).solution.T
+
+    def distance(candidate):
+        return (inputs.double() @ candidate.double().T - wanted).square().sum().item()
+
+    assert distance(got) == pytest.approx(distance(best), rel=1e-3)
+    assert distance(got) < 0.9 * distance(weight)
+
+
+def test_a_share_goes_that_far_and_equal_streams_change_nothing():
+    weight, inputs = problem(out=12, size=32)
+    options = Gptq(asymmetric=0.25)
+    same, other = gptq.Hessian(32), gptq.Hessian(32)
+    same.add(inputs, inputs.clone())
+    other.add(inputs, inputs * 1.1)
+    factorization = gptq.factorize(same.mean("test"), options, "test")
+    assert torch.equal(gptq.target(weight, factorization, same), weight)
+    whole = gptq.factorize(other.mean("test"), Gptq(asymmetric=1.0), "test")
+    step = gptq.target(weight, whole, other) - weight
+    quarter = gptq.target(weight, gptq.Factorization(whole.order, whole.factor, whole.moments, options), other) - weight
+    torch.testing.assert_close(quarter, 0.25 * step)
+    assert step.abs().max() > 0.01
+
+
+RECIPE = parse_recipe(
+    """
+version: 1
+name: test-asymmetric
+summary: every linear of the decoder
+gptq: {asymmetric: 0.5}
+rules:
+  - match: [ple]
+    optional: true
+    scheme: {weights: {num_bits: 8, strategy: channel}}
+  - match: [decoder]
+    scheme: {weights: {num_bits: 4, strategy: group, group_size: 32}}
+""",
+    "here",
+)
+
+
+@pytest.fixture(scope="module", params=["gemma3", "gemma4 e4b"])
+def source(request, gemma3, tmp_path_factory):
+    return gemma3 if request.param == "gemma3" else build("e4b", tmp_path_factory.mktemp("gemma4") / "e4b")
+
+
+@pytest.mark.parametrize("restored_layers", [set(), {None, 0, 1}], ids=["from the start", "two layers replayed"])
+def test_both_streams_are_what_each_set_of_weights_makes_of_the_batches(source, tmp_path, restored_layers):
+    """The solver shrinks every weight; the inputs it hears of must be those of the shrunken model, and of the model as it was."""
+    job = make_job(source, tmp_path / "out", RECIPE)
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def solve(unit, weights, hessian):
+        seen[unit.name] = (hessian.mean(unit.name), hessian.cross / hessian.rows)
+        return [weight * 0.9 for weight in weights]
+
+    def restored(unit):
+        return [job.reader.read(matrix.tensor).float() * 0.9 for matrix in unit.matrices] if unit.layer in restored_layers else None
+
+    sets = windows(512, 3, 12)
+    Walk(job.plan, job.reader, sets).run(Walker(restored, solve, lambda index: None))
+    own, shrunken = captured_inputs(source, sets, job, 1.0), captured_inputs(source, sets, job, 0.9)
+    expected = [unit for unit in job.plan.units if unit.layer not in restored_layers]
+    assert seen.keys() == {unit.name for unit in expected}
+    for unit in expected:
+        moments, cross = seen[unit.name]
+        y, x = own[unit.matrices[0].module], shrunken[unit.matrices[0].module]
+        torch.testing.assert_close(moments, x.T @ x / x.shape[0], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(cross, (y - x).T @ x / x.shape[0], rtol=1e-3, atol=1e-4)
+
+
+def captured_inputs(directory, sets, job, scale):
+    """Each linear's inputs in transformers' own forward, the plan's linears scaled by `scale`."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kind = AutoModelForCausalLM if job.plan.skeleton.architecture.name.startswith("Gemma3ForCausal") else AutoModelForImageTextToText
+    model = kind.from_pretrained(directory, dtype=torch.float32).eval().model
+    text = getattr(model, "language_model", model)
+    found: dict[str, list[torch.Tensor]] = {}
+    for module in job.plan.quantized_matrices:
+        linear = text.get_submodule(module.removeprefix("model."))
+        linear.weight.data.mul_(scale)
+        linear.register_forward_pre_hook(lambda m, args, module=module: found.setdefault(module, []).append(args[0].flatten(0, 1)))
+    with torch.no_grad():
+        for batch in Walk(job.plan, job.reader, sets).batches:
+            text(input_ids=batch, use_cache=False)
+    return {module: torch.cat(parts) for module, parts in found.items()}
+
+
+def test_a_recipe_with_asymmetric_targets_runs_and_resumes_to_the_same_bytes(gemma3, tmp_path, monkeypatch):
+    whole = run_job(gemma3, tmp_path / "whole", RECIPE)
+    points = []
+
+    def stop(name):
+        points.append(name)
+        if name == "solved:layer 1":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(atomic, "write_point", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run_job(gemma3, tmp_path / "resumed", RECIPE)
+    assert "solved:layer 1" in points
+    assert run_job(gemma3, tmp_path / "resumed", RECIPE).seal == whole.seal
