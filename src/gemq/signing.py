@@ -1,7 +1,7 @@
 """Sign a sealed checkpoint with OpenSSF's model-signing, and check such a signature (extra `gemq[sign]`).
 
-The signature lies beside the checkpoint, never in it: the seal's world is closed (docs/decisions/0004-signatures-lie-beside-the-checkpoint.md). It is a Sigstore
-bundle that `model_signing verify` reads too. What model-signing lets pass the seal does not, and the other way round:
+The signature lies beside the checkpoint, never in it: the seal's world is closed (docs/decisions/0004-signatures-lie-beside-the-checkpoint.md).
+It is a Sigstore bundle that `model_signing verify` reads too. What model-signing lets pass the seal does not, and the other way round:
 - model-signing leaves out `.git*` unless told otherwise, and whatever else the signer named. Here nothing is left out, a signature that
   leaves anything out is refused, and the seal refuses hidden files.
 - It says nothing of modes. The seal does, and the seal is among the signed files.
