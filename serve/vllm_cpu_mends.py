@@ -15,6 +15,8 @@ Each mend is applied when the module in question is imported:
 - The kernel for packed 4-bit weights is only in the AVX-512 build: elsewhere the model loads, and the worker dies at the first token
   ("'_C' object has no attribute 'cpu_gemm_wna16'"). For packed 8-bit weights there is none at all. Here both are unpacked once, to the
   float32 values that the integers and scales stand for, and multiplied by torch: the same weights, more memory.
+- For the same reason its reader of the gptq format refuses 8 bits on CPUs ("Marlin does not support weight_bits = uint8b128"), before any
+  kernel is asked; it may take them, since what was unpacked needs no kernel.
 """
 # mypy: ignore-errors
 
@@ -23,6 +25,7 @@ import sys
 
 IMAGES = "torchvision"
 LINEARS = "vllm.model_executor.layers.utils"
+GPTQ_TYPES = "vllm.model_executor.layers.quantization.utils.marlin_utils"
 PACKED = "vllm.model_executor.kernels.linear.mixed_precision.cpu"
 
 
@@ -64,6 +67,18 @@ def take_any_activations(module):
     module.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
 
 
+def take_eight_bits(module):
+    """Let the gptq format's reader have the 8-bit weights that `unpack_without_kernel` serves."""
+    from vllm.scalar_type import scalar_types
+
+    supported = module._query_cpu_marlin_supported_quant_types
+
+    def _query_cpu_marlin_supported_quant_types(has_zp=None, include_fp_type=True):
+        return supported(has_zp, include_fp_type) + ([] if has_zp else [scalar_types.uint8b128])
+
+    module._query_cpu_marlin_supported_quant_types = _query_cpu_marlin_supported_quant_types
+
+
 def unpack_without_kernel(module):
     """Serve packed symmetric weights that this build has no kernel for."""
     import torch
@@ -101,7 +116,7 @@ def unpack_without_kernel(module):
 class Mends:
     """A finder that finds nothing itself, and mends what is about to be imported."""
 
-    after = {LINEARS: take_any_activations, PACKED: unpack_without_kernel}  # noqa: RUF012
+    after = {LINEARS: take_any_activations, GPTQ_TYPES: take_eight_bits, PACKED: unpack_without_kernel}  # noqa: RUF012
     images = None
 
     def find_spec(self, name, path=None, target=None):

@@ -70,7 +70,9 @@ def gemq_serve(tmp_path: Path) -> Iterator[Callable[..., GemqServe]]:
 
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
-    """The Python of the environment with the real vLLM."""
+    """The Python of the environment with the real vLLM: GEMQ_VLLM_PYTHON, as for gemq serve, or what `make serve-env` made."""
+    if os.environ.get("GEMQ_VLLM_PYTHON"):
+        return Path(os.environ["GEMQ_VLLM_PYTHON"])
     python = ROOT / ".venv-vllm" / "bin" / "python"
     if not (ROOT / ".venv-vllm" / "gemq-serve-env.json").exists():
         if os.environ.get("CI") == "true":
