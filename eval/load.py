@@ -1,4 +1,5 @@
-"""Sends a load to an endpoint and times it: one task a request in flight, clocks around the wire only, answers parsed after the clock stops.
+"""Sends a load to an endpoint and times it: one task a request in flight, clocks around the wire only. Requests are written out before the
+clock starts, and an answer is read while the next one is waited for.
 
 Tokens are counted from the ids that the endpoint returns. A request that is not answered as asked ends the load.
 """
@@ -8,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import httpx
-
 from gemq.errors import GemqError, IntegrityError, StoppedSafely, UsageError
-from gemq.eval.endpoint import Endpoint, client_options, reason_of, require_counts
+from gemq.eval.endpoint import Endpoint, reason_of, require_counts
+from gemq.eval.wire import Answer, Wire, WireError
 from gemq.eval.workloads import Load, Prompt
 
 
@@ -57,16 +57,6 @@ class Finished:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Raw:
-    """What came over the wire: an answer, or the events of a stream with the second each arrived at."""
-
-    started: float
-    ended: float
-    response: httpx.Response
-    events: tuple[tuple[float, bytes], ...] = ()
-
-
 def request_body(endpoint: Endpoint, load: Load, prompt: Prompt) -> tuple[str, dict[str, Any]]:
     """The path and the body of a load's request: greedy, `ignore_eos`, token ids returned."""
     body: dict[str, Any] = {"model": endpoint.model, "max_tokens": load.output_tokens, "temperature": 0, "ignore_eos": True,
@@ -78,39 +68,23 @@ def request_body(endpoint: Endpoint, load: Load, prompt: Prompt) -> tuple[str, d
     return "/completions", {**body, "prompt": list(prompt.tokens or ()), "add_special_tokens": False}
 
 
-async def _ask(client: httpx.AsyncClient, path: str, raw_body: bytes, streamed: bool) -> _Raw:
-    headers = {"Content-Type": "application/json"}
-    started = time.perf_counter()
-    if not streamed:
-        response = await client.post(path, content=raw_body, headers=headers)
-        return _Raw(started, time.perf_counter(), response)
-    events: list[tuple[float, bytes]] = []
-    async with client.stream("POST", path, content=raw_body, headers=headers) as response:
-        if response.status_code != 200:
-            await response.aread()
-            return _Raw(started, time.perf_counter(), response)
-        async for chunk in response.aiter_raw():
-            events.append((time.perf_counter(), chunk))
-    return _Raw(started, time.perf_counter(), response, tuple(events))
-
-
-def _stream_lines(events: Iterable[tuple[float, bytes]]) -> Iterable[tuple[float, bytes]]:
+def _stream_lines(pieces: Iterable[tuple[float, bytes]]) -> Iterable[tuple[float, bytes]]:
     """The data of server-sent events, each with the second at which its last byte arrived."""
     rest = b""
-    for second, chunk in events:
+    for second, chunk in pieces:
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
                 yield second, line[5:].strip()
 
 
-def _read_stream(raw: _Raw, where: str, name: str) -> tuple[list[int], object, object, object, list[tuple[float, int]]]:
+def _read_stream(raw: Answer, where: str, name: str) -> tuple[list[int], object, object, object, list[tuple[float, int]]]:
     ids: list[int] = []
     arrivals: list[tuple[float, int]] = []
     echoed = usage = finish = None
     ended = False
     try:
-        for second, data in _stream_lines(raw.events):
+        for second, data in _stream_lines(raw.pieces):
             if data == b"[DONE]":
                 ended = True
                 break
@@ -133,7 +107,7 @@ def _read_stream(raw: _Raw, where: str, name: str) -> tuple[list[int], object, o
     return ids, echoed, usage, finish, arrivals
 
 
-def _read(raw: _Raw, endpoint: Endpoint, load: Load, prompt: Prompt, where: str) -> tuple[list[int], object, int, list[tuple[float, int]]]:
+def _read(raw: Answer, endpoint: Endpoint, load: Load, prompt: Prompt, where: str) -> tuple[list[int], object, int, list[tuple[float, int]]]:
     """Token ids, the prompt's ids as echoed, the prompt's length, arrivals; raises where the answer is not what was asked for."""
     name, response = endpoint.name, raw.response
     if response.status_code >= 500 or response.status_code == 429:
@@ -166,41 +140,62 @@ def _read(raw: _Raw, endpoint: Endpoint, load: Load, prompt: Prompt, where: str)
     return found, None, int(counted or 0), arrivals
 
 
+class _Worker:
+    """One request in flight at a time; an answer is read while the next one is waited for, so that reading takes nobody's time."""
+
+    def __init__(self, endpoint: Endpoint, load: Load, prompts: Sequence[Prompt], take: Callable[[int, Answer], object]) -> None:
+        self._wire = Wire(endpoint.base_url)
+        self._name, self._load, self._prompts, self._take = endpoint.name, load, prompts, take
+        self._unread: tuple[int, Answer] | None = None
+
+    async def work(self, requests: Iterator[tuple[int, str, bytes]]) -> None:
+        """Send `requests` (a prompt's index, path, body), which workers share; raises at the first that isn't answered as asked."""
+        try:
+            for index, path, raw in requests:
+                try:
+                    answer = await self._wire.post(path, raw, streamed=self._load.streamed, meanwhile=self._read)
+                except WireError as error:
+                    where = f"prompt {self._prompts[index].id} of {self._load.name}"
+                    raise StoppedSafely(f"{self._name} stopped answering at {where}: {error}",
+                                        "see the server's log, start it again, and run the same command again") from error  # fmt: skip
+                self._unread = index, answer
+        finally:
+            await self._wire.close()
+            self._read()
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self._take(*unread)
+
+
 async def _drive(
     endpoint: Endpoint, load: Load, prompts: Sequence[Prompt], todo: Sequence[int], done: Callable[[Finished], None], run: int, segment: int
 ) -> None:
-    limits = httpx.Limits(max_connections=load.in_flight, max_keepalive_connections=load.in_flight)
-    async with httpx.AsyncClient(limits=limits, **client_options(endpoint.base_url)) as client:
-        async def once(prompt: Prompt) -> tuple[_Raw, str]:
-            where = f"prompt {prompt.id} of {load.name}"
-            path, body = request_body(endpoint, load, prompt)
-            raw_body = json.dumps(body).encode()
-            try:
-                return await _ask(client, path, raw_body, load.streamed), where
-            except httpx.HTTPError as error:
-                raise StoppedSafely(f"{endpoint.name} stopped answering at {where}: {str(error) or type(error).__name__}",
-                                    "see the server's log, start it again, and run the same command again") from error  # fmt: skip
+    def read(index: int, raw: Answer) -> tuple[list[int], object, int, list[tuple[float, int]]]:
+        return _read(raw, endpoint, load, prompts[index], f"prompt {prompts[index].id} of {load.name}")
 
-        for number in range(min(load.warmups, len(prompts))):
-            raw, where = await once(prompts[-1 - number])
-            _read(raw, endpoint, load, prompts[-1 - number], where)
-        waiting = iter(todo)
-        beginning = time.perf_counter()
+    def request(index: int) -> tuple[int, str, bytes]:
+        path, body = request_body(endpoint, load, prompts[index])
+        return index, path, json.dumps(body).encode()
 
-        async def work() -> None:
-            for index in waiting:
-                raw, where = await once(prompts[index])
-                ids, echoed, length, arrivals = _read(raw, endpoint, load, prompts[index], where)
-                done(Finished(load.name, run, segment, index, prompts[index].id, raw.started - beginning, raw.ended - beginning, length,
-                              tuple(echoed) if isinstance(echoed, list) else None, tuple(ids), tuple(arrivals)))  # fmt: skip
+    warmups = range(len(prompts) - 1, max(-1, len(prompts) - 1 - load.warmups), -1)
+    await _Worker(endpoint, load, prompts, read).work(map(request, warmups))
+    requests = iter([request(index) for index in todo])
+    beginning = time.perf_counter()
 
-        tasks = [asyncio.create_task(work()) for _ in range(min(load.in_flight, len(todo)))]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def take(index: int, raw: Answer) -> None:
+        ids, echoed, length, arrivals = read(index, raw)
+        done(Finished(load.name, run, segment, index, prompts[index].id, raw.started - beginning, raw.ended - beginning, length,
+                      tuple(echoed) if isinstance(echoed, list) else None, tuple(ids), tuple(arrivals)))  # fmt: skip
+
+    tasks = [asyncio.create_task(_Worker(endpoint, load, prompts, take).work(requests)) for _ in range(min(load.in_flight, len(todo)))]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def drive(
