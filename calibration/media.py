@@ -12,8 +12,9 @@ import hashlib
 import io
 import json
 import wave
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,13 @@ class MediaReader:
             pieces = [opens + soft * count + closes for count in wanted]
             text = first + "".join((f"\n\n{piece}\n\n" if gemma3 else piece) + tail for piece, tail in zip(pieces, rest, strict=True))
         return text
+
+
+def media_inputs(records: Sequence[MediaRecord], model_dir: Path) -> list[Callable[[], dict[str, Any]]]:
+    """For each record, what makes the inputs of the model's whole forward when it is called; those with the same kinds follow each other."""
+    reader = MediaReader(model_dir) if records else None
+    ordered = sorted(records, key=lambda record: sorted({file.kind for file in record.files}))
+    return [partial(reader.inputs, record) for record in ordered if reader is not None]
 
 
 def _bytes_of(path: Path, where: str) -> bytes:

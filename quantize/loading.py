@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,10 +32,23 @@ class RowEmbedding(nn.Module):
         unique, places = torch.unique(ids, return_inverse=True)
         return self.rows(unique.tolist())[places] * self._scale
 
+    @property
+    def weight(self) -> _Rows:
+        """Of the table's weight, what Gemma 4's multimodal forward asks for: the padding token's row, `weight[id, :]`."""
+        return _Rows(self)
+
     def rows(self, ids: list[int]) -> torch.Tensor:
         """The rows `ids` of the table, [ids, dim], before they are scaled."""
         rows = self._reader.read_rows(self._tensor, ids).to(torch.float32).to(self._device)
         return rows if self.scheme is None else restore(*round_to_nearest(rows, self.scheme), self.scheme)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    table: RowEmbedding
+
+    def __getitem__(self, place: tuple[int, slice]) -> torch.Tensor:
+        return self.table.rows([place[0]])[0][place[1]]
 
 
 def finite_float32(reader: ShardReader, tensor: str, device: torch.device) -> torch.Tensor:

@@ -17,6 +17,7 @@ import yaml
 
 import gemq
 from gemq import atomic, output
+from gemq.calibration.media import media_inputs
 from gemq.calibration.sets import CalibrationSet
 from gemq.errors import UsageError
 from gemq.memory import return_freed_memory
@@ -155,7 +156,8 @@ class _Run:
                 self._finish(_TABLES)
             if self.plan.recipe.needs_calibration and len(self._held) < len(self._parts):
                 assert self.job.calibration is not None
-                walk = Walk(self.plan, self.reader, self.job.calibration.windows, self.job.device)
+                media = media_inputs(self.job.calibration.records, self.job.source.directory)
+                walk = Walk(self.plan, self.reader, self.job.calibration.windows, self.job.device, media)
                 walk.run(Walker(self._restored, self._solve_unit, lambda index: self._finish(f"layer {index}"), self._solve_experts))
             else:
                 for part, units in self._parts.items():

@@ -23,8 +23,11 @@ from torch import nn
 from gemq.errors import IntegrityError
 from gemq.quantize.gptq import Hessian
 from gemq.quantize.loading import load_layer, prepare_decoder
+from gemq.quantize.multimodal import DecoderInputs
 from gemq.quantize.plan import Plan, Unit
 from gemq.shards import ShardReader
+
+Media = Callable[[], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class _Done:
 class _Stream:
     """The forwards of all batches, which stand at one place of the decoder together."""
 
-    def __init__(self, forward: Callable[[torch.Tensor], _Done], batches: list[torch.Tensor], seen: Callable[[int, Any], None]) -> None:
+    def __init__(self, forward: Callable[[Any], _Done], batches: Sequence[Any], seen: Callable[[int, Any], None]) -> None:
         self._runs, self._batches, self._seen = [greenlet(forward) for _ in batches], batches, seen
         self.events: list[Any] = [None] * len(batches)
         self._embeddings: list[torch.Tensor | None] = [None] * len(batches)
@@ -123,12 +126,19 @@ def batches_of(windows: Sequence[Sequence[int]], tokens: int = 2048) -> list[tor
 
 
 class Walk:
-    """One pass of `windows` through the decoder of `plan`'s source, unit by unit."""
+    """One pass of `windows` and `media` through the decoder of `plan`'s source, unit by unit.
 
-    def __init__(self, plan: Plan, reader: ShardReader, windows: Sequence[Sequence[int]], device: str = "cpu") -> None:
+    Each of `media` gives the arguments of the multimodal model's whole forward, batch 1, and is a batch of its own: it starts in the decoder
+    with what that forward hands to it.
+    """
+
+    def __init__(
+        self, plan: Plan, reader: ShardReader, windows: Sequence[Sequence[int]], device: str = "cpu", media: Sequence[Media] = ()
+    ) -> None:
         self.plan, self.skeleton, self.reader = plan, plan.skeleton, reader
         self.device = torch.device(device)
-        self.batches = batches_of(windows)
+        self.batches: list[torch.Tensor | Media] = [*batches_of(windows), *media]
+        self._before_decoder = DecoderInputs(self.skeleton, reader, self.device) if media else None
         self._unit_of = plan.quantized_matrices
         self._solved: set[str] = set()
         self._hessians: dict[str, Hessian] = {}
@@ -148,6 +158,8 @@ class Walk:
                 self._source.start()
             self._quantize_outside(restored)
             quantized.start()
+            if self._before_decoder is not None:
+                self._before_decoder.release()
             layer: int | None = None
             while not isinstance(event := quantized.events[0], _Done):
                 if isinstance(event, _AtLayer):
@@ -177,9 +189,13 @@ class Walk:
             hessian = self._hessians[event.unit.name] = Hessian(event.unit.in_features, self.device)
         hessian.add(event.inputs, None if self._source is None else self._source.events[position].inputs)
 
-    def _forward(self, ids: torch.Tensor) -> _Done:
-        output = self.skeleton.decoder(input_ids=ids.to(self.device), use_cache=False)
-        return _Done(output.last_hidden_state)
+    def _forward(self, batch: torch.Tensor | Media) -> _Done:
+        if isinstance(batch, torch.Tensor):
+            arguments: dict[str, Any] = {"input_ids": batch.to(self.device), "use_cache": False}
+        else:
+            assert self._before_decoder is not None
+            arguments = self._before_decoder(batch())
+        return _Done(self.skeleton.decoder(**arguments).last_hidden_state)
 
     def _hooks(self) -> list[Any]:
         def pause_at_layer(index: int) -> Callable[..., None]:
