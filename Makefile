@@ -1,5 +1,6 @@
 # What a newcomer types first: `make quickstart` and `make test`. Each makes .venv when there is none.
-# The targets that take MODEL, RECIPE, BUDGET or CHECKPOINT are for a user's CI: they fail with the command's own exit code.
+# The targets that take MODEL, CHECKPOINT, ARENA or URL are for a user's CI. They fail where the command fails; make itself then exits 2 whatever
+# the command's code was, so with EXIT_CODE=FILE the code is written there (docs/ci.md).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +8,7 @@ GEMQ := $(BIN)/gemq
 READY := $(VENV)/ready
 SHARED_DATA ?= ../shared/data
 
-.PHONY: help quickstart test lint wheel bench-quantize bench-quality bench-slice constraints clean quantize eval-ppl serve-env
+.PHONY: help quickstart test lint wheel bench-quantize bench-quality bench-slice constraints clean quantize eval-ppl package check serve-env
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -51,12 +52,25 @@ MODEL ?= google/gemma-4-E4B-it
 RECIPE ?= w4a16
 BUDGET ?= 5%
 CHECKPOINT ?= out/$(notdir $(MODEL))-$(RECIPE)
+ARENA ?= efficient-gemma
+PACKAGE ?= $(CHECKPOINT)-$(ARENA)
+URL ?= http://127.0.0.1:8000
+OPTIONS ?=
+# a command, its code kept in the file EXIT_CODE if one is named
+keep = $(1); code=$$?; $(if $(EXIT_CODE),echo $$code > $(EXIT_CODE);) exit $$code
+$(if $(EXIT_CODE),$(shell rm -f $(EXIT_CODE)))
 
 quantize: $(READY)  ## MODEL=... RECIPE=... [CHECKPOINT=...]: make a checkpoint
-	$(GEMQ) quantize $(MODEL) --recipe $(RECIPE) --output $(CHECKPOINT)
+	$(call keep,$(GEMQ) quantize $(MODEL) --recipe $(RECIPE) --output $(CHECKPOINT) $(OPTIONS))
 
 eval-ppl: $(READY)  ## CHECKPOINT=... REFERENCE=... DATA=... [BUDGET=5%]: hold a checkpoint to a budget
-	$(GEMQ) eval-ppl $(CHECKPOINT) --reference $(REFERENCE) --data $(DATA) --budget $(BUDGET)
+	$(call keep,$(GEMQ) eval-ppl $(CHECKPOINT) --reference $(REFERENCE) --data $(DATA) --budget $(BUDGET) $(OPTIONS))
+
+package: $(READY)  ## CHECKPOINT=... ARENA=efficient-gemma|lowbarena [PACKAGE=...]: what an arena asks for
+	$(call keep,$(GEMQ) package $(CHECKPOINT) --arena $(ARENA) --output $(PACKAGE) $(OPTIONS))
+
+check: $(READY)  ## URL=http://HOST:PORT: hold an endpoint to the contract
+	$(call keep,$(GEMQ) check $(URL) $(OPTIONS))
 
 constraints:  ## print what an unconstrained install would bring
 	$(PYTHON) -m venv .venv-constraints && .venv-constraints/bin/pip install --quiet '.[dev]' && .venv-constraints/bin/pip freeze

@@ -61,10 +61,11 @@ def sealed_off(package: Path) -> Path:
 
 
 class Judge:
-    """A started package: `url` without a path, `model`, the engine's `process` and `log`."""
+    """A started package: `url` without a path, `model`, the engine's `process` and `log`, the `folder` that it was started in."""
 
     def __init__(self, folder: Path, command: Sequence[str], environment: dict[str, str], model: str, python: Path, log: Path) -> None:
         before, options = demoted(python)
+        self.folder = folder
         port = environment["PORT"]
         self.url, self.model, self.log = f"http://127.0.0.1:{port}", model, log
         self.environment = {"PATH": f"{python.parent}:{os.environ['PATH']}", "HOME": "/", **MACHINE, **environment}

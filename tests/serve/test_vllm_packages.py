@@ -111,7 +111,7 @@ def judged(request: pytest.FixtureRequest, vllm_python: Path, shared_data: Path,
         yield Judged(judge, folders[0], checkpoint, records, data)
     finally:
         judge.end()
-        for folder in folders:
+        for folder in {*folders, judge.folder}:
             shutil.rmtree(folder.parent)
 
 
