@@ -6,6 +6,9 @@ in milliseconds.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import multiprocessing
 import os
 import signal
@@ -14,6 +17,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["transformers.models.gemma3.modeling_gemma3", "gemq.quantize.run", "tests.quantize.small_jobs"])
@@ -33,8 +37,17 @@ def run_child(
     source: Path, out: Path, recipe: str, *, die_at: str = "", nth: int = 1, resume: str = "auto", before: Callable[[], None] | None = None
 ) -> Ended:
     """Quantize `source` into `out` in a child that dies at the `nth` passage of the write point `die_at`."""
+    return _end_of(_quantize_job, (source, out, recipe, resume), die_at, nth, before)
+
+
+def run_command(*arguments: object, die_at: str = "", nth: int = 1) -> Ended:
+    """Run `gemq ARGUMENTS` in a child that dies at the `nth` passage of the write point `die_at`; its seal is what --json printed."""
+    return _end_of(_command, tuple(map(str, arguments)), die_at, nth, None)
+
+
+def _end_of(work: Callable[..., str], arguments: tuple[Any, ...], die_at: str, nth: int, before: Callable[[], None] | None) -> Ended:
     with tempfile.TemporaryDirectory() as folder:
-        process = _CONTEXT.Process(target=_quantize, args=(folder, source, out, recipe, die_at, nth, resume, before))
+        process = _CONTEXT.Process(target=_die_at, args=(folder, work, arguments, die_at, nth, before))
         process.start()
         process.join(240)
         if process.is_alive():
@@ -53,11 +66,10 @@ def limit_file_size() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 
 
-def _quantize(
-    folder: str, source: Path, out: Path, recipe: str, die_at: str, nth: int, resume: str, before: Callable[[], None] | None
+def _die_at(
+    folder: str, work: Callable[..., str], arguments: tuple[Any, ...], die_at: str, nth: int, before: Callable[[], None] | None
 ) -> None:
     import torch
-    from tests.quantize.small_jobs import run_job
 
     from gemq import atomic, output
     from gemq.errors import GemqError
@@ -78,9 +90,24 @@ def _quantize(
         before()
     atomic.on_write_point = pass_point
     try:
-        outcome = run_job(source, out, recipe, resume=resume)
+        seal = work(*arguments)
     except GemqError as error:
         sys.stderr.write(f"{type(error).__name__}: {error.message}\n")
         sys.stderr.flush()
         os._exit(error.exit_code)
-    points.write(f"seal {outcome.seal}\n")
+    points.write(f"seal {seal}\n")
+
+
+def _quantize_job(source: Path, out: Path, recipe: str, resume: str) -> str:
+    from tests.quantize.small_jobs import run_job
+
+    return run_job(source, out, recipe, resume=resume).seal
+
+
+def _command(*arguments: str) -> str:
+    from gemq.cli import app
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        app(list(arguments), standalone_mode=False)
+    return str(json.loads(printed.getvalue())["seal"])
