@@ -231,6 +231,11 @@ class LocalModel:
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self._head_checked = False
 
+    @property
+    def causal_model(self) -> Any:
+        """The transformers model itself, for who changes weights in place."""
+        return self._model
+
     def free(self) -> None:
         """Drop the model; a head that was taken from it stays usable."""
         self._model = None

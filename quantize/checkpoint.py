@@ -41,6 +41,11 @@ def companion_files(source: Path) -> Iterator[Path]:
         yield relative
 
 
+def manifest_bytes(manifest: dict[str, Any]) -> bytes:
+    """The manifest as it is written, for people to read too."""
+    return (json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
 def write_companions(plan: Plan, source: Path, directory: Path, manifest: dict[str, Any]) -> None:
     """Put every file but shards and seal into `directory`."""
     for relative in companion_files(source):
@@ -53,4 +58,4 @@ def write_companions(plan: Plan, source: Path, directory: Path, manifest: dict[s
     for name, document in plan.storage.more_files(plan).items():
         write_file(directory / name, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
     write_file(directory / RECIPE_FILE, plan.recipe.to_yaml())
-    write_file(directory / MANIFEST_FILE, json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_file(directory / MANIFEST_FILE, manifest_bytes(manifest))

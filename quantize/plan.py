@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -148,7 +149,6 @@ def make_plan(skeleton: Skeleton, recipe: Recipe) -> Plan:
             continue
         for matrix in matrices:
             _check_shape(recipe, matrix, scheme)
-            storage_of(recipe.format).require_expressible(recipe.name, matrix, scheme)
         units[name] = Unit(name, matrices[0].layer, tuple(matrices), scheme, rule.method or recipe.method)
     if not units:
         raise UsageError(f"recipe {recipe.name} quantizes nothing of this source", "add a rule for `decoder`")
@@ -202,6 +202,23 @@ def _check_shape(recipe: Recipe, matrix: Matrix, scheme: Scheme) -> None:
             f"{name} is {matrix.out_features} x {matrix.in_features}, and vLLM's kernels take multiples of 32",
             f"keep it: a rule before the others, match: ['re:{re.escape(name)}'], scheme: keep",
         )
+    storage_of(recipe.format).require_expressible(recipe.name, matrix, scheme)
+
+
+def why_not(recipe: Recipe, matrix: Matrix, scheme: Scheme) -> str:
+    """Why `matrix` can't take `scheme` in the recipe's checkpoint format, or nothing."""
+    try:
+        _check_shape(recipe, matrix, scheme)
+    except UsageError as error:
+        return error.message
+    return ""
+
+
+def unit_bytes(plan: Plan, matrices: Iterable[Matrix], scheme: Scheme | None) -> int:
+    """The bytes of `matrices` stored under `scheme`, or as the source has them."""
+    if scheme is None:
+        return sum(plan.skeleton.inventory[matrix.tensor].nbytes for matrix in matrices)
+    return sum(spec.nbytes for matrix in matrices for spec in _stored_as(plan, matrix, scheme))
 
 
 def _unit_name(matrix: Matrix) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +24,7 @@ def card(
     """Print the card of CHECKPOINT as it would be, or write it: a sealed checkpoint is never changed, so into a new one that shares its files."""
     from gemq.quantize import seal
     from gemq.quantize.card import inherited_fields, joined, model_name, read_measured, reports
+    from gemq.quantize.reseal import reseal
 
     output.mode.json = output.mode.json or json_output
     if output_directory is not None:
@@ -48,7 +47,7 @@ def card(
     if output_directory is None:
         output.result(document, document["card"].rstrip("\n"))
         return
-    digest = _write(checkpoint, output_directory, files, made)
+    digest = reseal(checkpoint, output_directory, [file for file in files if file.path not in seal.REPORTS], made)
     output.result({**document, "output": str(output_directory), "seal_digest": digest},
                   f"{output_directory}: the content of {checkpoint}, {len(measurements)} measurements on its card\n"
                   f"seal {digest}\ncontent {document['content_digest']}")
@@ -92,24 +91,6 @@ def _account(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise IntegrityError(f"{checkpoint / RECIPE_FILE} is no YAML: {str(error)[:100]}", "quantize again") from None
     return manifest, recipe
-
-
-def _write(checkpoint: Path, to: Path, files: list[Any], made: dict[str, bytes]) -> str:
-    from gemq.quantize.seal import REPORTS, put_seal
-
-    kept = [file for file in files if file.path not in REPORTS]
-    if not to.parent.is_dir():
-        raise UsageError(f"{to.parent} is no directory to write {to.name} into", "choose another --output, or make that directory")
-    with atomic.staged_directory(to) as staged:
-        for file in kept:
-            target = staged / file.path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(checkpoint / file.path, target)
-            except OSError:  # another disk, or one without links
-                shutil.copyfile(checkpoint / file.path, target)
-            target.chmod(0o555 if file.executable else 0o444)
-        return put_seal(staged, kept, made)
 
 
 def register(app: typer.Typer) -> None:

@@ -13,8 +13,9 @@ from gemq.errors import GemqError, UsageError
 
 if TYPE_CHECKING:
     from gemq.eval.ppl import PplResult
+    from gemq.quantize.budget import Budget
     from gemq.quantize.plan import Plan
-    from gemq.quantize.run import Outcome
+    from gemq.quantize.run import Job, Outcome
     from gemq.source import Source
 
 DEFAULT_MODEL = "google/gemma-4-E4B-it"
@@ -44,6 +45,18 @@ def quantize(
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda or cuda:N.")] = "auto",
     resume: Annotated[str, typer.Option(help="auto, required or never: what to do with an unfinished run.")] = "auto",
+    ppl_budget: Annotated[
+        str | None, typer.Option(help="Search the fastest mix of schemes whose perplexity, at its upper 95% bound, is at most this much worse: 5%.")
+    ] = None,
+    kl_budget: Annotated[float | None, typer.Option(help="Likewise by KL(source || checkpoint), in nats a token.")] = None,
+    objective: Annotated[str, typer.Option(help="What the search makes small: decode (bytes a token), size or throughput.")] = "decode",
+    candidates: Annotated[
+        str | None, typer.Option(help="Schemes that the search chooses among, such as int4-g128,int4-g32,int8,keep.")
+    ] = None,
+    search_builds: Annotated[int, typer.Option(min=1, help="Checkpoints that the search may build and measure.")] = 3,
+    search_state: Annotated[
+        Path | None, typer.Option(help="Where the search keeps what it measured, for the next budget. Default: MODEL-RECIPE.search here.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; a config.json is enough.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
@@ -60,7 +73,17 @@ def quantize(
     from gemq.recipes.model import load_recipe
 
     used = load_recipe(recipe)
-    target = output_directory or Path(f"{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(model).name) or 'model'}-{used.name}")
+    budget = None
+    if ppl_budget is not None or kl_budget is not None:
+        from gemq.quantize.budget import OBJECTIVES, Budget
+
+        budget = Budget.parse(ppl_budget, kl_budget)
+        if objective not in OBJECTIVES:
+            raise UsageError(f"--objective is {objective!r}", f"give {', '.join(OBJECTIVES)}")
+        if eval_data == "none":
+            raise UsageError("a budget needs data to be measured on, and --eval-data is none", "give self, or a .txt or .jsonl file")
+    default = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(model).name) or 'model'}-{used.name}"
+    target = output_directory or Path(default if budget is None else f"{default}-{budget.label}")
     if not dry_run:
         atomic.require_absent(target)
     if lm_head is not None:
@@ -100,6 +123,16 @@ def quantize(
             pack=pack,
             device=chosen,
         )
+    if budget is not None:
+        from gemq.quantize.sensitivity import DEFAULT_CANDIDATES, parse_candidates
+
+        named = DEFAULT_CANDIDATES if candidates is None else parse_candidates(candidates)
+        state = search_state or target.parent / f"{default}.search"
+        assert windows is not None
+        assert measure_on is not None
+        job = Job(source, plan, reader, windows, target, seed, chosen, "auto")
+        _search(job, budget, named, objective, state, search_builds, measure_on, eval_records, length)
+        return
     results: list[PplResult] = []
 
     def measure(directory: Path) -> list[dict[str, Any]]:
@@ -118,6 +151,55 @@ def quantize(
 
     outcome = make_checkpoint(Job(source, plan, reader, windows, target, seed, chosen, resume), measure)  # type: ignore[arg-type]
     _show_outcome(outcome, plan, results[0] if results else None)
+
+
+def _search(
+    job: Job, budget: Budget, candidates: tuple[str, ...], objective: str, state: Path, builds: int, data: str, records: int, length: int
+) -> None:
+    """The fastest mix within `budget`, published at the job's output."""
+    from gemq import atomic
+    from gemq.eval.records import file_sha256
+    from gemq.quantize.budget import search
+    from gemq.quantize.card import summary
+    from gemq.quantize.run import versions
+    from gemq.quantize.sensitivity import measure as measure_sensitivities
+    from gemq.quantize.sensitivity import search_plan
+    from gemq.quantize.skeleton import load_skeleton
+    from gemq.source import file_hashes
+
+    assert job.calibration is not None
+    state.mkdir(parents=True, exist_ok=True)
+    identity = {"source": file_hashes(job.source.directory), "calibration": job.calibration.sha256, "versions": versions(), "device": job.device}
+    told = f"self, seed {job.seed + 1}" if data == "self" else None
+    results: list[PplResult] = []
+
+    def measure(directory: Path) -> tuple[PplResult, list[dict[str, Any]]]:
+        results.append(_measure(directory, job.output, job.source, data, records, length, job.seed, job.device))
+        return results[-1], [summary(results[-1].to_json(), told)]
+
+    with atomic.locked(state), atomic.disk_errors(state):
+        skeleton, reader = load_skeleton(job.source.directory)
+        assert reader is not None
+        units = search_plan(skeleton, job.plan.recipe)
+        found = measure_sensitivities(
+            job.source, reader, units, job.calibration.windows, candidates, path=state / "sensitivities.json", device=job.device,
+            identity=identity,
+        )  # fmt: skip
+        data_identity = f"{told or file_sha256(Path(data))}, {records} records of {length}"
+        won = search(
+            job, units, found, budget, candidates=candidates, objective=objective, state=state, measure=measure,  # type: ignore[arg-type]
+            data_identity=data_identity, builds=builds,
+        )  # fmt: skip
+    output.table(
+        f"within {budget.show(budget.nats)}", ("mix", "bits a weight", "a token reads", "predicted", "measured", "95% bound", ""),
+        [(trial.described, f"{trial.bits_per_decoder_weight:.2f}", output.human_bytes(trial.bytes_per_token), budget.show(trial.predicted),
+          budget.show(trial.value), budget.show(trial.upper), "chosen" if trial is won.trial else "") for trial in won.trials],
+    )  # fmt: skip
+    output.result(
+        {"checkpoint": str(won.directory), "seal": won.seal, "search": won.manifest["search"]},
+        f"{won.directory}: {won.trial.bits_per_decoder_weight:.2f} bits a decoder weight, bound {budget.show(won.trial.upper)} "
+        f"of {budget.show(budget.nats)}\nseal sha256:{won.seal}\nwhat was measured stays in {state} for the next budget",
+    )
 
 
 def _measuring_data(eval_data: str) -> str | None:
