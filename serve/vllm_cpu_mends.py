@@ -17,6 +17,7 @@ Each mend is applied when the module in question is imported:
   float32 values that the integers and scales stand for, and multiplied by torch: the same weights, more memory.
 - For the same reason its reader of the gptq format refuses 8 bits on CPUs ("Marlin does not support weight_bits = uint8b128"), before any
   kernel is asked; it may take them, since what was unpacked needs no kernel.
+- Rows of a packed embedding table are dequantized by a Triton kernel, and there is no Triton for CPUs in this build: here by torch.
 """
 # mypy: ignore-errors
 
@@ -27,6 +28,7 @@ IMAGES = "torchvision"
 LINEARS = "vllm.model_executor.layers.utils"
 GPTQ_TYPES = "vllm.model_executor.layers.quantization.utils.marlin_utils"
 PACKED = "vllm.model_executor.kernels.linear.mixed_precision.cpu"
+TABLES = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_embedding"
 
 
 def declare_image_operators():
@@ -113,10 +115,33 @@ def unpack_without_kernel(module):
     kernel.apply_weights = apply_weights
 
 
+def look_up_without_triton(module):
+    """Dequantize the rows of a packed embedding table that are looked up, where there is no Triton to do it."""
+    import torch
+
+    with_triton = module._dequant_gather_triton
+
+    def dequant_gather(ids, weight_packed, weight_scale, hidden, num_bits):
+        if weight_packed.is_cuda:
+            return with_triton(ids, weight_packed, weight_scale, hidden, num_bits)
+        shifts = torch.arange(0, 32, num_bits, dtype=torch.int32)
+        levels = ((weight_packed[ids].unsqueeze(-1) >> shifts) & ((1 << num_bits) - 1)).flatten(1)[:, :hidden] - (1 << (num_bits - 1))
+        scales = weight_scale[ids].float()
+        rows = levels.reshape(ids.shape[0], scales.shape[1], -1).float() * scales.unsqueeze(-1)
+        return rows.reshape(ids.shape[0], hidden).to(weight_scale.dtype)
+
+    module._dequant_gather_triton = dequant_gather
+
+
 class Mends:
     """A finder that finds nothing itself, and mends what is about to be imported."""
 
-    after = {LINEARS: take_any_activations, GPTQ_TYPES: take_eight_bits, PACKED: unpack_without_kernel}  # noqa: RUF012
+    after = {  # noqa: RUF012
+        LINEARS: take_any_activations,
+        GPTQ_TYPES: take_eight_bits,
+        PACKED: unpack_without_kernel,
+        TABLES: look_up_without_triton,
+    }
     images = None
 
     def find_spec(self, name, path=None, target=None):
