@@ -188,9 +188,9 @@ def parse_recipe(text: str, origin: str) -> Recipe:
     """The recipe in `text`; `origin` names it in errors."""
     try:
         data = yaml.load(text, _StrictLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError, LookupError, TypeError, AttributeError) as error:  # PyYAML raises all of them
         raise UsageError(
-            f"recipe {origin} is no valid YAML: {error}", "mend the file: `gemq recipes show w4a16` prints one that works"
+            f"recipe {origin} is no valid YAML: {_yaml_reason(error)}", "mend the file: `gemq recipes show w4a16` prints one that works"
         ) from None
     if not isinstance(data, dict):
         raise UsageError(f"recipe {origin} must be a mapping with version, name, summary and rules", "`gemq recipes show w4a16` prints one")
@@ -199,6 +199,13 @@ def parse_recipe(text: str, origin: str) -> Recipe:
     except ValidationError as error:
         problems = "; ".join(_explain(problem) for problem in _own_problems(error.errors()))
         raise UsageError(f"recipe {origin}: {problems}", "`gemq recipes show w4a16` prints one that works") from None
+
+
+def _yaml_reason(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return str(error)[:200] or type(error).__name__
+    return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', None) or 'it breaks off'}"
 
 
 # where a key stands -> the model whose keys are valid there

@@ -6,6 +6,10 @@ and exits 1 with a traceback.
 
 from __future__ import annotations
 
+import re
+
+_LONGEST = 1000
+
 
 class GemqError(Exception):
     """A failure with its reason and what to do next.
@@ -16,9 +20,17 @@ class GemqError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, next_step: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.next_step = next_step
+        self.message = one_line(message)
+        super().__init__(self.message)
+        self.next_step = one_line(next_step)
+
+
+def one_line(text: str) -> str:
+    """`text` as a terminal and a log can take it, whatever a stranger's file put into it: one line, printable, 1000 characters at most."""
+    text = re.sub(r"\s*[\r\n]\s*", " ", text)
+    if not text.isprintable():
+        text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
 class UsageError(GemqError):
