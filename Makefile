@@ -8,7 +8,7 @@ GEMQ := $(BIN)/gemq
 READY := $(VENV)/ready
 SHARED_DATA ?= ../shared/data
 
-.PHONY: help quickstart test lint wheel bench-quantize bench-quality bench-slice constraints clean quantize eval-ppl package check serve-env
+.PHONY: help quickstart test lint wheel bench-quantize bench-quality bench-slice constraints clean quantize eval-ppl package check serve-env fuzz
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -32,6 +32,27 @@ serve-env:  ## make .venv-vllm, the environment that vLLM serves in (2.7 GB, som
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+FUZZ_READY := .venv-fuzz/ready
+FUZZ_SECONDS ?= 60
+FUZZ_READERS ?= seal provenance measured shard shard-audit config recipe records calibration-set
+
+$(FUZZ_READY): $(READY) tests/fuzz/requirements.txt
+	$(PYTHON) -m venv .venv-fuzz
+	.venv-fuzz/bin/python -m pip install --quiet --disable-pip-version-check -r tests/fuzz/requirements.txt
+	# what gemq needs is in $(VENV) already: this environment sees it, and adds the fuzzer
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	  > "$$(.venv-fuzz/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/gemq.pth"
+	touch $@
+
+fuzz: $(FUZZ_READY)  ## [FUZZ_SECONDS=60] [FUZZ_READERS=...]: strangers' bytes for each reader in turn, guided by coverage
+	mkdir -p out/fuzz
+	cd out/fuzz && for reader in $(FUZZ_READERS); do \
+	  echo "fuzzing $$reader for $(FUZZ_SECONDS) s"; \
+	  ../../.venv-fuzz/bin/python ../../tests/fuzz/fuzz.py $$reader --seconds $(FUZZ_SECONDS) --corpus corpus/$$reader > $$reader.log 2>&1 \
+	    || { tail -n 30 $$reader.log; exit 1; }; \
+	  grep executed_units $$reader.log; \
+	done
 
 wheel: $(READY)  ## sdist -> wheel -> clean environment; checks what is in it
 	$(BIN)/python -m tests.check_wheel
@@ -76,4 +97,4 @@ constraints:  ## print what an unconstrained install would bring
 	$(PYTHON) -m venv .venv-constraints && .venv-constraints/bin/pip install --quiet '.[dev]' && .venv-constraints/bin/pip freeze
 
 clean:  ## remove what the targets made, the environment too
-	rm -rf $(VENV) .venv-constraints build dist src/*.egg-info out
+	rm -rf $(VENV) .venv-constraints .venv-fuzz build dist src/*.egg-info out
