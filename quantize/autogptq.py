@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gemq.quantize.skeleton import Matrix
 
 OUTPUT_AXES: dict[str, int | None] = {"qweight": 1, "scales": 1, "qzeros": None, "g_idx": None}
-_INSTEAD = "leave out --format: compressed-tensors can store it"
+_INSTEAD = "store it as compressed-tensors: leave out --format gptq, or the recipe's format"
 
 
 def require_expressible(recipe: str, matrix: Matrix, scheme: Scheme) -> None:

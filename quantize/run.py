@@ -75,7 +75,7 @@ def quantize(job: Job, measure: Callable[[Path], list[dict[str, Any]]] | None = 
     started = time.monotonic()
     atomic.require_absent(job.output)
     partial = atomic.partial_of(job.output)
-    job.output.parent.mkdir(parents=True, exist_ok=True)
+    atomic.make_parent(job.output)
     return_freed_memory()
     with atomic.locked(partial), atomic.disk_errors(job.output.parent):
         run = _Run(job, partial)

@@ -83,6 +83,8 @@ class Submission(_Body):
     engine: Engine = Engine()
     serving: Serving = Serving()
     split: Literal["test", "dev"] = "dev"
+    measure_efficiency: bool = True
+    compute_gpu_hours: Annotated[float | None, Field(ge=0)] = None
     notes: Annotated[str | None, Field(max_length=2000)] = None
     solution: Solution = Solution()
 

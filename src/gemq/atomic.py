@@ -35,6 +35,15 @@ def require_absent(final: Path) -> None:
         raise UsageError(f"output {final} exists already", "choose another --output, or move that one away")
 
 
+def make_parent(final: Path) -> None:
+    """Make the directory that `final` will lie in; raises UsageError naming it where that can't be."""
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = "a file is in its place or above it" if isinstance(error, (FileExistsError, NotADirectoryError)) else error.strerror
+        raise UsageError(f"output {final} can't be made: no directory {final.parent} ({why})", "choose an --output that you may write to") from None
+
+
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Hold `directory` against a second gemq that would build the same output; the lock goes with the process."""
@@ -99,7 +108,7 @@ def staged_directory(final: Path) -> Iterator[Path]:
     For work that is short enough to start again; `quantize` keeps its own partial directory to resume from.
     """
     require_absent(final)
-    final.parent.mkdir(parents=True, exist_ok=True)
+    make_parent(final)
     partial = partial_of(final)
     with locked(partial):
         shutil.rmtree(partial, ignore_errors=True)

@@ -162,6 +162,14 @@ def test_an_output_that_exists_is_left_alone(e4b: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_an_output_that_can_not_be_made_is_refused(e4b: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path / "file" / "out", tmp_path / "file" / "deeper" / "out", Path("/proc/nowhere/out")):
+        error = refused(e4b, "--arena", "efficient-gemma", "--output", output)
+        assert error.exit_code == 2
+        assert str(output.parent) in error.message
+
+
 def test_what_fails_half_way_leaves_nothing(e4b: Path, tmp_path: Path) -> None:
     error = refused(e4b, "--arena", "efficient-gemma", "--output", tmp_path / "out", "--dependency", "vllm", "--dependency", "not a requirement")
     assert "dependencies" in error.message
@@ -365,7 +373,7 @@ def test_another_model_or_a_newer_task_needs_force(e4b: Path, qwen: Path, tmp_pa
     assert json.loads((tmp_path / "b" / "submission.json").read_text())["task_id"] == "new-task"
 
 
-BODY: dict[str, Any] = {"task_id": "qwen3-8b", "artifact": {"uri": "a/b", "revision": COMMIT}, "engine": {"inline": "AA=="}, "split": "dev",
+BODY: dict[str, Any] = {"task_id": "qwen3-8b", "artifact": {"uri": "a/b", "revision": COMMIT}, "engine": {"inline": "AA=="}, "split": "dev", "measure_efficiency": False, "compute_gpu_hours": 0.5,
                         "serving": {"kv_cache_dtype": "auto"}, "solution": {"method": "m", "checkpoint": "c", "w_a_kv": "W4A16KV8"}}
 
 
@@ -373,7 +381,7 @@ BODY: dict[str, Any] = {"task_id": "qwen3-8b", "artifact": {"uri": "a/b", "revis
     ("task_id", None), ("task_id", 3), ("artifact.uri", None), ("artifact.revision", 5), ("split", "prod"), ("serving.kv_cache_dtype", "fp4"),
     ("solution.method", "x" * 61), ("solution.method", "a<b"), ("solution.checkpoint", "x" * 81), ("solution.w_a_kv", "W4A16"),
     ("solution.w_a_kv", "w4a16kv8"), ("solution.w_a_kv", "W" + "4" * 30 + "A16KV8"), ("engine.inline", "A" * 2_800_001), ("engine.subdir", "x" * 201),
-    ("notes", "x" * 2001),
+    ("notes", "x" * 2001), ("compute_gpu_hours", -1.0), ("measure_efficiency", "often"),
 ])
 def test_what_the_arenas_document_refuses_gemq_refuses_too(path: str, value: object, submission_schema: Callable[[object], None]) -> None:
     submission_schema(BODY)
