@@ -373,8 +373,11 @@ def test_another_model_or_a_newer_task_needs_force(e4b: Path, qwen: Path, tmp_pa
     assert json.loads((tmp_path / "b" / "submission.json").read_text())["task_id"] == "new-task"
 
 
-BODY: dict[str, Any] = {"task_id": "qwen3-8b", "artifact": {"uri": "a/b", "revision": COMMIT}, "engine": {"inline": "AA=="}, "split": "dev", "measure_efficiency": False, "compute_gpu_hours": 0.5,
-                        "serving": {"kv_cache_dtype": "auto"}, "solution": {"method": "m", "checkpoint": "c", "w_a_kv": "W4A16KV8"}}
+BODY: dict[str, Any] = {
+    "task_id": "qwen3-8b", "artifact": {"uri": "a/b", "revision": COMMIT}, "engine": {"inline": "AA=="}, "split": "dev",
+    "serving": {"kv_cache_dtype": "auto"}, "solution": {"method": "m", "checkpoint": "c", "w_a_kv": "W4A16KV8"},
+    "measure_efficiency": False, "compute_gpu_hours": 0.5,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "value"), [

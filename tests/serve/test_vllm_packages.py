@@ -87,11 +87,20 @@ def ground_truth_records(data: Path) -> list[dict[str, Any]]:
              "target_token_ids": record["target_token_ids"][: 400 - len(record["context_token_ids"])]} for record in short[:6]]  # fmt: skip
 
 
+def with_chat_template(model: Path, folder: Path) -> Path:
+    """`model`, a base model that has no chat template, with the small Gemma 4's: the harness asks for chat."""
+    folder.mkdir()
+    for path in model.iterdir():
+        (folder / path.name).symlink_to(path)
+    shutil.copy(TINY / "chat_template.jinja", folder)
+    return folder
+
+
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
 def judged(request: pytest.FixtureRequest, vllm_python: Path, shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judged]:
     arena, model, form = request.param
-    source = TINY if model == "gemma4" else request.getfixturevalue("demo_model")
     work = tmp_path_factory.mktemp("judged")
+    source = TINY if model == "gemma4" else with_chat_template(request.getfixturevalue("demo_model"), work / "source")
     (work / "recipe.yaml").write_text(RECIPES[model])
     checkpoint, package = work / "checkpoint", work / "package"
     gemq("quantize", source, "--recipe", work / "recipe.yaml", "--format", form, "--output", checkpoint, "--eval-data", "none")
