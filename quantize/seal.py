@@ -320,6 +320,11 @@ def _scan(directory: Path) -> tuple[list[_Found], list[Difference]]:
     return sorted(found, key=lambda file: file.path), differences
 
 
+def only_regular(directory: Path) -> bool:
+    """Whether a folder holds regular files and folders and nothing else, so that it can be read without surprises."""
+    return not _scan(directory)[1]
+
+
 def _readable(name: str) -> str:
     # bytes that are no UTF-8, and control characters, become text that can be printed and that no seal can list
     text = os.fsencode(name).decode("utf-8", "backslashreplace")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from google.protobuf import json_format
 from in_toto_attestation.predicates.provenance.v1 import provenance_pb2
 from in_toto_attestation.v1 import statement_pb2
@@ -17,7 +19,9 @@ from in_toto_attestation.v1.statement import Statement
 from sealed_checkpoint import copy_of, replace_file
 from tests.models.gemma3 import build_gemma3_text
 from tests.quantize.small_jobs import run_job
+from typer.testing import CliRunner
 
+from gemq.commands import verify as verify_command
 from gemq.errors import IntegrityError
 from gemq.quantize.checkpoint import companion_files
 from gemq.quantize.provenance import (
@@ -213,12 +217,26 @@ def test_what_is_not_true_is_named(checkpoint: Path, tmp_path: Path, change: Cal
 
 
 def test_a_pipe_in_its_place_is_refused_and_not_waited_for(checkpoint: Path, tmp_path: Path) -> None:
-    import os
-
     directory = copy_of(checkpoint, tmp_path / "copy")
     (directory / PROVENANCE_FILE).unlink()
     os.mkfifo(directory / PROVENANCE_FILE)
     assert "no regular file" in str(provenance_differences(directory, read_seal(directory))[0])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "gemq.json", PROVENANCE_FILE])
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_verify_ends_whatever_lies_where_a_file_should(checkpoint: Path, source: Path, tmp_path: Path, name: str, kind: str) -> None:
+    directory = copy_of(checkpoint, tmp_path / "copy")
+    (directory / name).unlink()
+    os.mkfifo(directory / name) if kind == "pipe" else (directory / name).symlink_to("/dev/zero")
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    verify_command.register(app)
+    ended = CliRunner().invoke(app, ["verify", str(directory), "--source", str(source), "--json"])
+    verify_command.output.mode.json = False
+    assert isinstance(ended.exception, IntegrityError)
+    assert name in {difference["path"] for difference in json.loads(ended.stdout)["differences"]}
 
 
 @pytest.mark.parametrize("raw", [b"", b"null", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"_type":1,"_type":1}'])

@@ -60,6 +60,8 @@ def verify(
             differences += signing.signature_differences(checkpoint, signature, signer)
     structure, comparison = Structure({}, {}, Quantization(), []), None
     try:
+        if not seal.only_regular(checkpoint):  # no reader must wait for a pipe, nor follow a link out of the folder
+            raise IntegrityError("not read: the folder holds links, pipes or devices")
         structure = audit_structure(checkpoint)
         differences += structure.differences
     except GemqError as error:  # damage that the seal has found too must not hide the seal's list
