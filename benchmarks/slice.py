@@ -53,7 +53,7 @@ def build_slice(out: Path, layers: int) -> Path:
     out.mkdir()
     config = slice_config(layers)
     (out / "config.json").write_text(json.dumps(config, indent=2))
-    _save_tokenizer(out)
+    save_tokenizer(out)
     specs = full_inventory(config, ARCHITECTURES["Gemma4ForCausalLM"])
     writer = ShardWriter(out, specs.values())
     writer.allocate()
@@ -72,7 +72,8 @@ def _random(spec: TensorSpec, seed: int) -> torch.Tensor:
     return value.to(DTYPES[spec.dtype])
 
 
-def _save_tokenizer(out: Path) -> None:
+def save_tokenizer(out: Path) -> None:
+    """A tokenizer of words w4, w5, ... and the special ones; benchmarks calibrate on ids."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
