@@ -150,16 +150,16 @@ class Connection:
         Raises StoppedSafely when the endpoint is gone, UsageError when it refuses the record, IntegrityError when its answer breaks
         the contract.
         """
-        return [own for own, _ in self._scored(record)]
+        return [entry[token] for entry, token in zip(self.distributions(record), record.targets, strict=True)]
 
     def gaps(self, record: Record) -> list[float]:
         """How far each target lies behind the most likely token, in nats; 0 where it is that token. Raises as `score` does."""
-        return [best - own for own, best in self._scored(record)]
+        return [max(entry.values()) - entry[token] for entry, token in zip(self.distributions(record), record.targets, strict=True)]
 
-    def _scored(self, record: Record) -> list[tuple[float, float]]:
-        """The log-probability of each target and of the most likely token there."""
+    def distributions(self, record: Record, top: int = 1) -> list[dict[int, float]]:
+        """The log-probabilities, in nats, of the `top` likeliest tokens at each target, and of the target itself. Raises as `score` does."""
         body = {
-            "model": self.endpoint.model, "prompt": list(record.tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1,
+            "model": self.endpoint.model, "prompt": list(record.tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": top,
             "add_special_tokens": False,
         }  # fmt: skip
         try:
@@ -170,7 +170,7 @@ class Connection:
         if response.status_code != 200:
             raise UsageError(f"{self.name} refused {record.where} ({response.status_code}): {reason_of(response)}",
                              "mend the record, or serve with prompt_logprobs and a window that is long enough")  # fmt: skip
-        return _target_log_probabilities(response, self.name, record)
+        return _target_distributions(response, self.name, record)
 
     def decode(self, prompt: Sequence[int], count: int, where: str) -> list[int]:
         """The `count` token ids that the endpoint decodes greedily after the ids of `prompt`, past an end-of-turn token too.
@@ -234,7 +234,7 @@ def require_counts(
     return ids
 
 
-def _target_log_probabilities(response: httpx.Response, name: str, record: Record) -> list[tuple[float, float]]:
+def _target_distributions(response: httpx.Response, name: str, record: Record) -> list[dict[int, float]]:
     def broken(why: str) -> IntegrityError:
         return IntegrityError(
             f"{record.where}: {name} {why}", "the endpoint does not keep vLLM's contract for prompt_logprobs: its numbers can't be used"
@@ -257,16 +257,18 @@ def _target_log_probabilities(response: httpx.Response, name: str, record: Recor
         raise broken(f"counted {counted!r} prompt tokens, {len(record.tokens)} were sent")
     if entries[0] is not None:
         raise broken("gave the first prompt token a log-probability; it must be null")
-    found = [_entry_log_probability(entry, token, position, broken) for position, (entry, token) in
+    found = [_distribution(entry, token, position, broken) for position, (entry, token) in
              enumerate(zip(entries[1:], record.tokens[1:], strict=True), 1)]  # fmt: skip
     return found[record.first_target - 1 :]
 
 
-def _entry_log_probability(entry: object, token: int, position: int, broken: Any) -> tuple[float, float]:
+def _distribution(entry: object, token: int, position: int, broken: Any) -> dict[int, float]:
     if not isinstance(entry, dict):
         raise broken(f"gave position {position} {entry!r} instead of log-probabilities")
     values: dict[str, float] = {}
     for key, content in entry.items():
+        if not key.isascii() or not key.isdigit():
+            raise broken(f"gave {key[:20]!r} at position {position} in place of a token id")
         value = content.get("logprob") if isinstance(content, dict) else None
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value > 0:
             raise broken(f"gave token {key} at position {position} the log-probability {value!r}; it must be finite and at most 0")
@@ -279,4 +281,4 @@ def _entry_log_probability(entry: object, token: int, position: int, broken: Any
     total = math.fsum(map(math.exp, values.values()))
     if total > 1 + _SUM_TOLERANCE:
         raise broken(f"gave probabilities at position {position} that sum to {total:.4f}, more than 1")
-    return mine, max(values.values())
+    return {int(key): value for key, value in values.items()}
