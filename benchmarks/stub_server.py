@@ -67,8 +67,14 @@ class Engine:
         if body.get("model") != self.name:
             return 404, {"error": {"message": f"The model `{body.get('model')}` does not exist.", "code": 404}}, 0.0
         asked = int(body.get("max_tokens", 16))
-        ids = self.tokenize(body["messages"][0]["content"]) if path.endswith("/chat/completions") else body["prompt"]
-        ids = self.tokenize(ids) if isinstance(ids, str) else list(ids)
+        given = body["messages"][0]["content"] if path.endswith("/chat/completions") else body.get("prompt")
+        if isinstance(given, list) and given and isinstance(given[0], dict):  # parts of a message
+            if any(part["type"] != "text" for part in given):
+                return 400, {"error": {"message": "only text is supported", "code": 400}}, 0.0
+            given = "".join(part["text"] for part in given)
+        if not isinstance(given, (str, list)) or not given or body.get("temperature", 0) < 0:
+            return 400, {"error": {"message": "the prompt or the temperature is invalid", "code": 400}}, 0.0
+        ids = list(given) if isinstance(given, list) else self.tokenize(given)[0 if body.get("add_special_tokens", True) else 1 :]
         if len(ids) + asked > self.max_model_len:
             return 400, {"error": {"message": f"This model's maximum context length is {self.max_model_len} tokens.", "code": 400}}, 0.0
         if max(ids) >= self.vocabulary:
@@ -122,9 +128,9 @@ class StubServer:
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
 
-    async def start(self) -> None:
-        """Listen on a free port."""
-        server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+    async def start(self, port: int = 0) -> None:
+        """Listen on `port`, or on a free one."""
+        server = await asyncio.start_server(self._connection, "127.0.0.1", port)
         self.port = server.sockets[0].getsockname()[1]
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -161,7 +161,8 @@ def eval_greedy(
         first = result.divergent[0]
         apart = "" if first.margin_nats is None else f", {first.margin_nats:.3f} nats behind {first.reference_token}"
         raise IntegrityError(f"{len(result.divergent)} of {count} prompts diverge; {first.id} first at token {first.divergence}: "
-                             f"{first.served_token}{apart}", "switch off speculation, batching and tuned kernels one by one")  # fmt: skip
+                             f"{first.served_token}{apart}", "switch off speculation, batching and tuned kernels one by one" + (
+                                 "; --engine vllm compares with the same kernels" if engine == "transformers" else ""))  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:
