@@ -222,7 +222,7 @@ def _making(manifest: dict[str, Any], recipe: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {number}" for name, number in sorted(manifest["versions"].items()))
     dropped = len(manifest.get("dropped_tensors") or [])
     left_out = [f"{dropped} tensors that no forward reads were left out; `gemq.json` lists them.", ""] if dropped else []
-    threads = f" with {manifest['threads']} threads" if manifest["threads"] else ""
+    threads = f" with {manifest['threads']} thread{'s' if manifest['threads'] > 1 else ''}" if manifest["threads"] else ""
     return ["## How it was made", "", "| scheme | solver | units (what is fused for serving is one) |", "|---|---|---|", *table, "", how, "",
             *left_out, f"Seed {manifest['seed']}, on {manifest['device']}{threads}, by {versions}. `recipe.yaml` is the whole recipe, "
             "`provenance.intoto.json` names every file that went in by its SHA-256."]  # fmt: skip
