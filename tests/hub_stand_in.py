@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import yaml
+
 WRITER, READER = "hf_writerWRITERwriter", "hf_readerREADERreader"
 Files = dict[str, tuple[str, bytes]]  # path -> ("lfs" or "regular", content)
 
@@ -151,6 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         if path == "/api/repos/create":
             return self.create(json.loads(raw))
+        if path == "/api/validate-yaml":  # what huggingface_hub asks of a README.md before it commits
+            return self.validate(json.loads(raw)["content"])
         if path.endswith(".git/info/lfs/objects/batch"):
             return self.batch(json.loads(raw))
         found = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit|branch)/([^/]+)", path)
@@ -174,6 +178,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.repositories[name] = Repository(wanted.get("visibility") == "private" or bool(wanted.get("private")))
         self.hub.repositories[name].commit("main", {".gitattributes": ("regular", b"*.safetensors filter=lfs\n")})
         return self.answer(200, {"url": f"{self.hub.url}/{name}", "id": name, "name": name})
+
+    def validate(self, card: str) -> None:
+        try:
+            errors = [] if isinstance(yaml.safe_load(card.split("---\n")[1]), dict) else ["the metadata is no mapping"]
+        except (IndexError, yaml.YAMLError):
+            errors = ["there is no metadata in YAML"]
+        self.answer(400 if errors else 200, {"errors": [{"message": text} for text in errors], "warnings": []})
 
     def preupload(self, repository: Repository, revision: str, wanted: dict[str, Any]) -> None:
         files, listed = repository.files(revision), []

@@ -13,7 +13,7 @@ import pytest
 import typer
 from hub_stand_in import READER, WRITER, Files, HubStandIn
 from huggingface_hub import constants
-from sealed_checkpoint import copy_of, write_checkpoint
+from sealed_checkpoint import copy_of, replace_file, write_checkpoint
 from typer.testing import CliRunner
 
 from gemq.commands import push as command
@@ -140,6 +140,18 @@ def test_a_checkpoint_that_does_not_verify_is_not_sent(hub: HubStandIn, checkpoi
     edited = copy_of(checkpoint, tmp_path / "edited")
     (edited / "notes.txt").write_text("")
     with pytest.raises(IntegrityError, match=r"notes\.txt"):
+        push_checkpoint(edited, REPO)
+    assert hub.requests == []
+
+
+def test_a_checkpoint_whose_provenance_is_not_true_is_not_sent(hub: HubStandIn, tmp_path: Path) -> None:
+    golden = next(path for path in (Path(__file__).parent / "golden").glob("gemq-*") if path.is_dir())
+    edited = copy_of(golden, tmp_path / "edited")
+    assert push_checkpoint(edited, REPO).files == len(list(edited.iterdir()))
+    replace_file(edited / "generation_config.json", b"{}")
+    write_seal(edited)
+    hub.requests.clear()
+    with pytest.raises(IntegrityError, match=r"generation_config\.json: is not what provenance\.intoto\.json tells of"):
         push_checkpoint(edited, REPO)
     assert hub.requests == []
 

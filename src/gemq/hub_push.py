@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from gemq import output
 from gemq.errors import GemqError, IntegrityError, StoppedSafely, UsageError
 from gemq.quantize.audit import audit_structure
+from gemq.quantize.provenance import provenance_differences
 from gemq.quantize.seal import SEAL_FILE, Difference, SealedFile, check_seal, read_seal, seal_digest
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ class Pushed:
 
 def sealed_files(checkpoint: Path) -> list[SealedFile]:
     """The files that a push sends, seal included; raises IntegrityError unless the checkpoint verifies, every byte."""
-    differences = check_seal(checkpoint) + audit_structure(checkpoint).differences
+    differences = check_seal(checkpoint)
+    if not differences:  # else there may be what no reader should open
+        differences = audit_structure(checkpoint).differences + provenance_differences(checkpoint, read_seal(checkpoint))
     if differences:
         raise IntegrityError(f"{checkpoint} is not what its seal says: {differences[0]}" + _and_more(len(differences) - 1),
                              f"see all of it with `gemq verify {checkpoint}`; nothing was sent")
