@@ -27,11 +27,11 @@ HERE = Path(__file__).resolve().parent
 Run = Callable[..., Result]
 
 
-def submission(folder: Path, model: Path, **environment: str) -> Path:
-    """A submission that serves a small model by the stand-in server."""
+def submission(folder: Path, model: Path, script: str = "served_model.py", **environment: str) -> Path:
+    """A submission that serves a small model, or a made-up language, by the stand-in server."""
     folder.mkdir()
     shutil.copytree(model, folder / "model")
-    shutil.copy(HERE / "served_model.py", folder / "serve.py")
+    shutil.copy(HERE / script, folder / "serve.py")
     path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
     (folder / "manifest.json").write_text(json.dumps({
         "name": "small", "description": "x", "dependencies": ["none==1"], "model_id": "model", "served_model_name": "small", "port": 8000,
@@ -117,6 +117,28 @@ def test_it_goes_on_where_it_stopped(run: Run, source: Path, records: Path, tmp_
     (mine / "manifest.json").write_text(json.dumps(manifest))
     verdict_of(run(*arguments))
     assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept
+
+
+def test_lowbarena(run: Run, source: Path, records: Path, tmp_path: Path) -> None:
+    mine = submission(tmp_path / "mine", source, "served_stub.py", SPEED="800", WRONG="5")
+    bf16 = submission(tmp_path / "bf16", source, "served_stub.py", SPEED="400", WRONG="10")
+    sums, out = tmp_path / "sums.jsonl", tmp_path / "out"
+    sums.write_text("".join(json.dumps({"question": f"What is {n} and {n}?", "answer": f"#### {2 * n}"}) + "\n" for n in range(500, 528)))
+    result = run(mine, "--arena", "lowbarena", "--reference", bf16, "--scale", 0.03, "--gsm8k", sums, "--kl", records, "--engine", "transformers",
+                 "--modality", "text", "--python", sys.executable, "--no-isolate", "--output", out, "--json")  # fmt: skip
+    # asked are 508 to 527: 510, 515, 520, 525 wrong against 510 and 520; two of twenty lost, 10 points, whose bound is over 5
+    assert isinstance(result.exception, OverBudgetError), result.exception
+    verdict = verdict_of(result)
+    gates = {gate["name"]: gate for gate in verdict["gates"]}
+    assert [name for name, gate in gates.items() if not gate["kept"]] == ["accuracy drop, gsm8k, upper bound, points"]
+    assert gates["KL, nats a token"]["value"] == pytest.approx(0, abs=1e-9)
+    parts = verdict["parts"]
+    assert 1.2 < parts["speed_gain"] < 2.5
+    assert parts["drift_points"] == pytest.approx(0.79 * 10)
+    whole = math.sqrt(parts["memory_gain"] * parts["speed_gain"]) * math.exp(-0.79)
+    assert parts["score_before_gates"] == pytest.approx(whole)
+    assert verdict["score"] == pytest.approx(0.1 * whole)  # a failed gate keeps a tenth
+    assert any("hard cap" in point for point in verdict["not_enforced"])
 
 
 def test_bad_input(run: Run, source: Path, records: Path, tmp_path: Path) -> None:
