@@ -24,7 +24,7 @@ from gemq.eval.memory import MemoryWatch
 from gemq.eval.records import file_sha256, read_records
 from gemq.eval.scores import Verdict, judge_efficient_gemma, judge_lowbarena
 from gemq.eval.target import Target
-from gemq.eval.workloads import WORKLOADS, Load, Prompt, Workload, find_workload, prompts_for, read_prompts, tokenized
+from gemq.eval.workloads import Load, Prompt, Workload, find_workload, prompts_for, read_prompts, tokenized
 
 ARENAS = ("efficient-gemma", "lowbarena")
 REFERENCE_PPL = 2.302  # Efficient Gemma's published reference on its own records
@@ -81,8 +81,7 @@ def _seal(job: Rehearsal, endpoint: Endpoint | None, pid: int | None) -> dict[st
     from gemq.quantize.seal import SEAL_FILE, check_seal, only_regular
 
     checkpoint = job.target.checkpoint
-    if checkpoint is None:
-        return {"sealed": None, "seen": "the checkpoint is not on this machine"}
+    assert checkpoint is not None
     regular = only_regular(checkpoint)
     if not (checkpoint / SEAL_FILE).exists():
         return {"sealed": None, "regular": regular, "seen": "the checkpoint has no seal"}
@@ -144,12 +143,9 @@ def _decode(job: Rehearsal, endpoint: Endpoint | None, pid: int | None) -> dict[
 
 
 def _audit(job: Rehearsal, endpoint: Endpoint | None, pid: int | None) -> dict[str, Any]:
-    checkpoint = job.target.checkpoint
-    if checkpoint is None:
-        return {"identical": None, "seen": "the checkpoint is not on this machine"}
     file = job.folder / "decode.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in job.found["decode"]["decode"]), encoding="utf-8")
-    result = evaluate_greedy(Job(str(file), str(checkpoint), engine=job.engine, python=job.python)).to_json()
+    result = evaluate_greedy(Job(str(file), str(job.target.checkpoint), engine=job.engine, python=job.python)).to_json()
     return {"identical": result["divergent"] == 0, **result}
 
 
@@ -220,7 +216,11 @@ def require(job: Rehearsal) -> None:
         require_lm_eval()
     if job.target.directory is None:
         raise UsageError(f"{job.submission} is a URL; an arena starts a submission itself", "give the directory that gemq package wrote")
-    assert WORKLOADS[job.arena]
+    checkpoint = job.target.checkpoint
+    if checkpoint is None:
+        raise UsageError(f"the checkpoint that {job.submission} names is not on this machine", "fetch it, and give --checkpoint DIR")
+    if any(load.chat for load in job.workload.loads):
+        tokenized([Prompt("probe", text="x")], checkpoint)  # a missing tokenizer is said now, not after the workloads
 
 
 def run(job: Rehearsal, output_dir: Path) -> tuple[Verdict, list[str]]:

@@ -144,11 +144,16 @@ def test_lowbarena(run: Run, source: Path, records: Path, tmp_path: Path) -> Non
 def test_bad_input(run: Run, source: Path, records: Path, tmp_path: Path) -> None:
     mine, out = submission(tmp_path / "mine", source), tmp_path / "out"
     given = options(records, out)
+    without, elsewhere = submission(tmp_path / "without", source), submission(tmp_path / "elsewhere", source)
+    for file in (without / "model").glob("*token*"):
+        file.unlink()
+    shutil.rmtree(elsewhere / "model")
     for arguments, word in (
         ([mine, *given, "--arena", "lowbarena"], "--reference"), ([mine, *given, "--arena", "other"], "other"),
         (["http://127.0.0.1:1", *given], "URL"), ([tmp_path / "none", *given], "neither"), ([mine, *given, "--modality", "smell"], "smell"),
         ([mine, *given, "--ppl", tmp_path / "none.jsonl"], "--ppl"), ([mine, *given, "--scale", 0], "scale"),
-        ([mine, *given, "--output", tmp_path], "exists"), ([mine, *given, "--engine", "other"], "other"),
+        ([mine, *given, "--output", tmp_path], "exists"), ([without, *given], "tokenizer"),
+        ([elsewhere, *given], "not on this machine"), ([mine, *given, "--engine", "other"], "other"),
     ):  # fmt: skip
         error = run(*arguments).exception
         assert isinstance(error, UsageError), (arguments, error)
