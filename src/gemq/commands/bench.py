@@ -45,6 +45,9 @@ def _show(result: BenchResult) -> str:
     closing = []
     for one in result.loads:
         tps = one.tps
+        stops = sum(run.interruptions for run in one.runs)
+        if stops:
+            closing.append(f"{one.load.name}: interrupted {stops} times; the time between is not counted")
         if tps.lower_95 is None or tps.deviation is None:
             closing.append(f"{one.load.name}: {tps.mean:.2f} TPS in one run; --runs 5 tells what is safe to report")
         else:
