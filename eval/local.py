@@ -180,6 +180,11 @@ def _load(checkpoint: LocalCheckpoint, device: torch.device, dtype: torch.dtype)
                 del arguments["local_files_only"]
                 source = None
             model, info = model_class.from_pretrained(source, **arguments)
+            if method == "compressed-tensors":
+                # it leaves each module with a cache of its own, which holds the weights on the CPU whatever device they are moved to
+                from compressed_tensors.offload import remove_dispatch
+
+                remove_dispatch(model)
             model.to(device)
     except (GemqError, MemoryError):
         raise

@@ -38,7 +38,8 @@ from gemq.recipes.model import Recipe, Rule
 Objective = Literal["decode", "size", "throughput"]
 OBJECTIVES: tuple[str, ...] = ("decode", "size", "throughput")
 _BINDS = 0.85  # a bound this near the budget, from below, is near enough
-_AIM = 0.95  # where in the budget the next build's bound is aimed at
+_AIM = 0.92  # where in the budget the next build's bound is aimed at
+_LAST_AIM = 0.8  # and that of the last one, as long as none has met it
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,9 @@ def search(
         if met and trial.upper >= _BINDS * budget.nats:
             break
         # what was predicted against what came out tells how far the next prediction may go
-        reach = trial.predicted * _AIM * budget.nats / max(trial.upper, 1e-6) if trial.upper > 0 else 2 * reach
+        last_hope = number + 2 == builds and all(trial.upper > budget.nats for trial in tried)
+        aim = (_LAST_AIM if last_hope else _AIM) * budget.nats
+        reach = trial.predicted * aim / trial.upper if trial.upper > 0 else 2 * reach
     good = [trial for trial in tried if trial.upper <= budget.nats]
     if not good:
         nearest = min(tried, key=lambda trial: trial.upper, default=None)

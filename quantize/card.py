@@ -124,7 +124,10 @@ def inherited_fields(card: Path) -> dict[str, Any]:
     from huggingface_hub import ModelCard
 
     try:
-        data = ModelCard(card.read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict()
+        text = card.read_text(encoding="utf-8")
+        if not text.startswith("---"):  # the library would say so on a line of its own
+            return {}
+        data = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
         return {}  # a source without a readable card has nothing to pass on
     kept = {key: data[key] for key in _INHERITED if key in data}

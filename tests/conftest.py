@@ -17,6 +17,13 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes share the tests, a module's go to one of them, with its fixtures, and all real servers to one: no two at a time."""
+    for item in items:
+        group = "vllm" if item.get_closest_marker("vllm") else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(autouse=True)
 def _plain_output() -> None:
     """Each test starts as a command line does: without what `--json` or `--quiet` of an earlier one has set."""
