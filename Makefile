@@ -8,7 +8,7 @@ GEMQ := $(BIN)/gemq
 READY := $(VENV)/ready
 SHARED_DATA ?= ../shared/data
 
-.PHONY: help quickstart test lint wheel bench-quantize bench-quality bench-slice constraints clean quantize eval-ppl package check serve-env fuzz
+.PHONY: bench-gpu bench-client help quickstart test lint wheel bench-quantize bench-quality bench-slice constraints clean quantize eval-ppl package check serve-env fuzz
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -68,6 +68,12 @@ bench-quality: $(READY)  ## perplexity and KL beside llm-compressor, in one run
 bench-slice: $(READY)  ## memory on slices of E4B's widths, beside llm-compressor
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/python -m benchmarks.slice
+
+bench-gpu: $(READY)  ## E4B's whole shape on this machine's GPU, random weights
+	$(BIN)/python -m benchmarks.gpu --work $${WORK:-out/bench-gpu}
+
+bench-client: $(READY)  ## what the measuring client costs against a stub at 2,000 tokens a second
+	$(BIN)/python -m benchmarks.client
 
 MODEL ?= google/gemma-4-E4B-it
 RECIPE ?= w4a16
