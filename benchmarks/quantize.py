@@ -22,11 +22,13 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--bfloat16", action="store_true")
+    parser.add_argument("--keep", type=Path, help="a new folder for the checkpoints, to be scored afterwards")
     options = parser.parse_args()
     text, source = options.data / "wikitext2-valid.txt", build_demo()
     runs: dict[str, list[measured.Run]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
+        work = options.keep or Path(folder)
+        work.mkdir(exist_ok=True)
         for number in range(options.runs):
             commands = {
                 "gemq w4a16": measured.gemq("quantize", source, "--calibration", text, "--samples", options.samples, "--length", 512,

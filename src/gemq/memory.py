@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 1 << 20
@@ -15,6 +16,14 @@ def prefer_large_pages() -> None:
     A walk maps and unmaps its tensors all the time (see `return_freed_memory`), and with 4 KiB pages a sixth of the processor time went into faults.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def import_transformers_alone() -> None:
+    """Keep scikit-learn, and pandas and pyarrow with it, out of this process; call before transformers is imported.
+
+    Where it is installed, transformers imports it for one way of assisted generation: 130 MB that a walk has no use for.
+    """
+    sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
 
 
 def return_freed_memory() -> None:

@@ -66,9 +66,10 @@ def quantize(
         raise UsageError(f"--resume is {resume!r}", "give auto, required or never")
 
     from gemq import atomic
-    from gemq.memory import prefer_large_pages
+    from gemq.memory import import_transformers_alone, prefer_large_pages
 
     prefer_large_pages()
+    import_transformers_alone()
     from gemq.quantize.plan import make_plan, with_format, with_head
     from gemq.recipes.model import load_recipe
 
