@@ -18,7 +18,11 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes share the tests, a module's go to one of them, with its fixtures, and all real servers to one: no two at a time."""
+    """Where several processes share the tests, a module's go to one of them, with its fixtures, and all real servers to one: no two at a time.
+
+    The servers come first, since they take longest: the other processes do the rest meanwhile.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
     for item in items:
         group = "vllm" if item.get_closest_marker("vllm") else item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group(group))
