@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from tests.models.real_configs import real_config
 
-from benchmarks.slice import save_tokenizer
+from benchmarks.slice import save_tokenizer, write_ids
 from gemq import output
 from gemq.quantize.architectures import ARCHITECTURES
 from gemq.quantize.whole_model import full_inventory
@@ -64,14 +63,6 @@ def build(out: Path, layers: int | None = None) -> Path:
     return out
 
 
-def write_ids(path: Path, samples: int, length: int, vocabulary: int) -> Path:
-    """Calibration windows of BOS and random ids, a line each."""
-    draw = random.Random(0)
-    rows = ([2, *(draw.randrange(4, vocabulary) for _ in range(length - 1))] for _ in range(samples))
-    path.write_text("".join(json.dumps({"token_ids": row}) + "\n" for row in rows))
-    return path
-
-
 def device_bytes() -> int:
     """Bytes of device memory in use now, by whatever runs."""
     said = subprocess.run(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True)
@@ -109,7 +100,8 @@ def main() -> None:
     started = time.monotonic()
     source = build(options.work / f"e4b-{options.layers or 'whole'}", options.layers)
     output.note(f"source made in {time.monotonic() - started:.1f} s, {sum(path.stat().st_size for path in source.iterdir()) / 1e9:.2f} GB")
-    ids = write_ids(options.work / "ids.jsonl", options.samples, options.length, 262144)
+    ids = options.work / "ids.jsonl"
+    write_ids(ids, options.samples, options.length, e4b_config()["vocab_size"])
     rows = []
     for recipe in options.recipes:
         out = options.work / f"out-{recipe}"

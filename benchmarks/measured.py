@@ -20,16 +20,22 @@ class Run:
     peak_bytes: int
 
 
-def run(command: list[str], log: Path) -> Run:
-    """Run `command` to its end, its output into `log`; raises RuntimeError if it fails."""
+def ended(command: list[str], log: Path) -> tuple[int, Run]:
+    """Run `command` to whatever end it comes to, its output into `log`: its exit code, and what it took."""
     started = time.monotonic()
     with open(log, "ab") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file)
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}; the end of {log}:\n{log.read_text()[-2000:]}")
-    return Run(time.monotonic() - started, usage.ru_maxrss * 1024)
+    return process.returncode, Run(time.monotonic() - started, usage.ru_maxrss * 1024)
+
+
+def run(command: list[str], log: Path) -> Run:
+    """Run `command` to its end, its output into `log`; raises RuntimeError if it fails."""
+    code, taken = ended(command, log)
+    if code:
+        raise RuntimeError(f"{' '.join(command)} ended with {code}; the end of {log}:\n{log.read_text()[-2000:]}")
+    return taken
 
 
 def machine() -> str:

@@ -13,12 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,10 +81,10 @@ def save_tokenizer(out: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, **roles).save_pretrained(out)
 
 
-def write_ids(path: Path, samples: int, length: int) -> None:
+def write_ids(path: Path, samples: int, length: int, vocabulary: int = VOCABULARY) -> None:
     """Calibration windows of BOS and random ids, a line each."""
     draw = random.Random(0)
-    rows = ([2, *(draw.randrange(4, VOCABULARY) for _ in range(length - 1))] for _ in range(samples))
+    rows = ([2, *(draw.randrange(4, vocabulary) for _ in range(length - 1))] for _ in range(samples))
     path.write_text("".join(json.dumps({"token_ids": row}) + "\n" for row in rows))
 
 
@@ -103,13 +100,9 @@ class Ended:
 
 def run(command: list[str], log: Path) -> Ended:
     """Run `command` to whatever end it comes to."""
-    started = time.monotonic()
-    with open(log, "wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file)
-        _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    code, taken = measured.ended(command, log)
     lines = [line for line in log.read_text(errors="replace").replace("\r", "\n").splitlines() if line.strip()]
-    return Ended(process.returncode, time.monotonic() - started, usage.ru_maxrss * 1024, lines[-1].strip() if lines else "")
+    return Ended(code, taken.seconds, taken.peak_bytes, lines[-1].strip() if lines else "")
 
 
 def main() -> None:

@@ -162,14 +162,7 @@ class Connection:
             "model": self.endpoint.model, "prompt": list(record.tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": top,
             "add_special_tokens": False,
         }  # fmt: skip
-        try:
-            response = _send(self._client, "POST", "/completions", body)
-        except (httpx.HTTPError, _ServerError) as error:
-            raise StoppedSafely(f"{self.name} stopped answering at {record.where}: {error or type(error).__name__}",
-                                "see the server's log, start it again, and run the same command again") from error  # fmt: skip
-        if response.status_code != 200:
-            raise UsageError(f"{self.name} refused {record.where} ({response.status_code}): {reason_of(response)}",
-                             "mend the record, or serve with prompt_logprobs and a window that is long enough")  # fmt: skip
+        response = self._complete(body, record.where, "mend the record, or serve with prompt_logprobs and a window that is long enough")
         return _target_distributions(response, self.name, record)
 
     def decode(self, prompt: Sequence[int], count: int, where: str) -> list[int]:
@@ -182,15 +175,19 @@ class Connection:
             "model": self.endpoint.model, "prompt": list(prompt), "max_tokens": count, "temperature": 0, "ignore_eos": True,
             "add_special_tokens": False, "return_token_ids": True,
         }  # fmt: skip
+        response = self._complete(body, where, "shorten the prompt or --tokens, or serve with a longer window")
+        return decoded_ids(response, self.name, prompt, count, where)
+
+    def _complete(self, body: dict[str, Any], where: str, if_refused: str) -> httpx.Response:
+        """The answer to a completion request; `if_refused` is the next step where the endpoint doesn't take it."""
         try:
             response = _send(self._client, "POST", "/completions", body)
         except (httpx.HTTPError, _ServerError) as error:
             raise StoppedSafely(f"{self.name} stopped answering at {where}: {error or type(error).__name__}",
                                 "see the server's log, start it again, and run the same command again") from error  # fmt: skip
         if response.status_code != 200:
-            raise UsageError(f"{self.name} refused {where} ({response.status_code}): {reason_of(response)}",
-                             "shorten the prompt or --tokens, or serve with a longer window")  # fmt: skip
-        return decoded_ids(response, self.name, prompt, count, where)
+            raise UsageError(f"{self.name} refused {where} ({response.status_code}): {reason_of(response)}", if_refused)
+        return response
 
 
 def decoded_ids(response: httpx.Response, name: str, prompt: Sequence[int] | None, count: int, where: str) -> list[int]:

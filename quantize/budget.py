@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -23,20 +23,20 @@ from gemq.atomic import write_file
 from gemq.errors import OverBudgetError, UsageError
 from gemq.eval.ppl import PplResult
 from gemq.quantize.allocation import Choice, allocate
-from gemq.quantize.card import inherited_fields, read_measured, reports
-from gemq.quantize.checkpoint import manifest_bytes
+from gemq.quantize.card import inherited_fields, read_measured
+from gemq.quantize.checkpoint import accounts, manifest_bytes, sealed_as
 from gemq.quantize.journal import canonical
 from gemq.quantize.plan import Plan, make_plan
-from gemq.quantize.provenance import MANIFEST_FILE, PROVENANCE_FILE, statement, statement_bytes
+from gemq.quantize.provenance import MANIFEST_FILE, PROVENANCE_FILE
 from gemq.quantize.reseal import reseal
 from gemq.quantize.run import Job, quantize
-from gemq.quantize.seal import CARD_FILE, REPORTS, SealedFile, read_seal
+from gemq.quantize.seal import CARD_FILE, REPORTS, read_seal
 from gemq.quantize.sensitivity import KEEP, SCHEMES, Sensitivities, options_of
 from gemq.quantize.skeleton import load_skeleton
 from gemq.recipes.model import Recipe, Rule
 
 Objective = Literal["decode", "size", "throughput"]
-OBJECTIVES: tuple[str, ...] = ("decode", "size", "throughput")
+OBJECTIVES: tuple[str, ...] = get_args(Objective)
 _BINDS = 0.85  # a bound this near the budget, from below, is near enough
 _AIM = 0.92  # where in the budget the next build's bound is aimed at
 _LAST_AIM = 0.8  # and that of the last one, as long as none has met it
@@ -288,16 +288,9 @@ def _publish(
     recipe = yaml.safe_load((built / "recipe.yaml").read_bytes())
     raw = manifest_bytes(manifest)
     kept = [file for file in files if file.path not in (*REPORTS, MANIFEST_FILE, PROVENANCE_FILE)]
-    told = [*kept, _sealed(MANIFEST_FILE, raw)]
-    provenance = statement_bytes(statement(told, manifest, recipe))
-    made = reports(
-        manifest, recipe, [*told, _sealed(PROVENANCE_FILE, provenance)], read_measured(built), inherited_fields(built / CARD_FILE)
-    )
-    digest = reseal(built, job.output, kept, {MANIFEST_FILE: raw, PROVENANCE_FILE: provenance, **made})
+    made = accounts([*kept, sealed_as(MANIFEST_FILE, raw)], manifest, recipe, read_measured(built), inherited_fields(built / CARD_FILE))
+    digest = reseal(built, job.output, kept, {MANIFEST_FILE: raw, **made})
     for other in state.glob("build-*"):
         shutil.rmtree(other)
     return Found(job.output, digest, best, tried, manifest)
 
-
-def _sealed(name: str, raw: bytes) -> SealedFile:
-    return SealedFile(False, name, hashlib.sha256(raw).hexdigest(), len(raw))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from gemq.atomic import write_file, write_point
+from gemq.quantize.card import reports
 from gemq.quantize.plan import Plan
-from gemq.quantize.provenance import MANIFEST_FILE, PROVENANCE_FILE, RECIPE_FILE
-from gemq.quantize.seal import REPORTS, SEAL_FILE
+from gemq.quantize.provenance import MANIFEST_FILE, PROVENANCE_FILE, RECIPE_FILE, statement, statement_bytes
+from gemq.quantize.seal import REPORTS, SEAL_FILE, SealedFile
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".tflite", ".pkl", ".npz")
 _OWN_FILES = {"gemq-demo.json", "config.json", "quantize_config.json", ".gitattributes",
@@ -59,3 +61,17 @@ def write_companions(plan: Plan, source: Path, directory: Path, manifest: dict[s
         write_file(directory / name, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
     write_file(directory / RECIPE_FILE, plan.recipe.to_yaml())
     write_file(directory / MANIFEST_FILE, manifest_bytes(manifest))
+
+
+def sealed_as(name: str, raw: bytes) -> SealedFile:
+    """How a seal lists a file of these bytes."""
+    return SealedFile(False, name, hashlib.sha256(raw).hexdigest(), len(raw))
+
+
+def accounts(
+    files: list[SealedFile], manifest: dict[str, Any], recipe: dict[str, Any], measurements: list[dict[str, Any]], inherited: dict[str, Any]
+) -> dict[str, bytes]:
+    """What tells of the checkpoint's other `files`: provenance, and the card and measurements that cover it too (name -> bytes)."""
+    raw = statement_bytes(statement(files, manifest, recipe))
+    told = [*files, sealed_as(PROVENANCE_FILE, raw)]
+    return {PROVENANCE_FILE: raw, **reports(manifest, recipe, told, measurements, inherited)}

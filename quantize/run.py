@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import shutil
 import time
@@ -22,13 +21,13 @@ from gemq.calibration.sets import CalibrationSet
 from gemq.errors import UsageError
 from gemq.memory import return_freed_memory
 from gemq.quantize import gptq
-from gemq.quantize.card import inherited_fields, reports
-from gemq.quantize.checkpoint import write_companions
+from gemq.quantize.card import inherited_fields
+from gemq.quantize.checkpoint import accounts, write_companions
 from gemq.quantize.experts import solve_experts
 from gemq.quantize.journal import Journal, Resume, open_journal
 from gemq.quantize.loading import require_finite
 from gemq.quantize.plan import Plan, Stored, Unit, stored_matrices
-from gemq.quantize.provenance import PROVENANCE_FILE, statement, statement_bytes
+from gemq.quantize.provenance import PROVENANCE_FILE
 from gemq.quantize.rtn import round_to_nearest
 from gemq.quantize.scales import restore
 from gemq.quantize.seal import CARD_FILE, REPORTS, SealedFile, write_seal
@@ -310,12 +309,7 @@ class _Run:
         recipe = yaml.safe_load(self.plan.recipe.to_yaml())
         inherited = inherited_fields(self.job.source.directory / CARD_FILE)
 
-        def made(files: list[SealedFile]) -> dict[str, bytes]:
-            raw = statement_bytes(statement(files, manifest, recipe))
-            told = SealedFile(False, PROVENANCE_FILE, hashlib.sha256(raw).hexdigest(), len(raw))
-            return {PROVENANCE_FILE: raw, **reports(manifest, recipe, [*files, told], measurements, inherited)}
-
-        return made
+        return lambda files: accounts(files, manifest, recipe, measurements, inherited)
 
 
 def _threads_that_matter(job: Job) -> int | None:
