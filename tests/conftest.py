@@ -11,12 +11,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Hear Ctrl-C even where the tests were started in the background: a shell makes its background jobs, and so their children, deaf to it."""
+    config.option.loadscopereorder = False  # xdist would put the groups with the most tests first
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook of this name, which would otherwise come before this one
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where several processes share the tests, a module's go to one of them, with its fixtures, and all real servers to one: no two at a time.
 
