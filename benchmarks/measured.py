@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -20,19 +21,23 @@ class Run:
     peak_bytes: int
 
 
-def ended(command: list[str], log: Path) -> tuple[int, Run]:
-    """Run `command` to whatever end it comes to, its output into `log`: its exit code, and what it took."""
+def ended(command: list[str], log: Path, cores: Collection[int] | None = None) -> tuple[int, Run]:
+    """Run `command` to whatever end it comes to, its output into `log`: its exit code, and what it took. It keeps to `cores` if some are given."""
+    environment, pin = None, list[str]()
+    if cores:
+        environment = os.environ | {"OMP_NUM_THREADS": str(len(cores)), "MKL_NUM_THREADS": str(len(cores))}
+        pin = ["taskset", "--cpu-list", ",".join(map(str, sorted(cores)))]
     started = time.monotonic()
     with open(log, "ab") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file)
+        process = subprocess.Popen([*pin, *command], stdout=file, stderr=file, env=environment)
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     return process.returncode, Run(time.monotonic() - started, usage.ru_maxrss * 1024)
 
 
-def run(command: list[str], log: Path) -> Run:
+def run(command: list[str], log: Path, cores: Collection[int] | None = None) -> Run:
     """Run `command` to its end, its output into `log`; raises RuntimeError if it fails."""
-    code, taken = ended(command, log)
+    code, taken = ended(command, log, cores)
     if code:
         raise RuntimeError(f"{' '.join(command)} ended with {code}; the end of {log}:\n{log.read_text()[-2000:]}")
     return taken
@@ -63,3 +68,8 @@ def gemq(*arguments: object) -> list[str]:
 def peer(*arguments: object) -> list[str]:
     """A llm-compressor run of this environment."""
     return [sys.executable, "-m", "benchmarks.llmcompressor_oneshot", *map(str, arguments)]
+
+
+def autoround(*arguments: object) -> list[str]:
+    """An AutoRound run of this environment."""
+    return [sys.executable, "-m", "benchmarks.autoround_peer", *map(str, arguments)]
