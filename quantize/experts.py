@@ -47,7 +47,8 @@ class ExpertSolutions:
         unit = self._units.get(leaf)
         if unit is None:
             return
-        scheme, name = unit.scheme.weights, f"{unit.name}[{expert}]"
+        scheme, name, held = unit.scheme.weights, f"{unit.name}[{expert}]", weight
+        weight = weight.to(torch.float32)
         if unit.method == "gptq" and rows.shape[0]:
             hessian = gptq.Hessian(weight.shape[1], weight.device)
             hessian.add(rows)
@@ -61,7 +62,7 @@ class ExpertSolutions:
         sums = self._errors[unit.name]
         sums[0] += (difference.square() if moments is None else (difference @ moments) * difference * rows.shape[0]).sum().item()
         sums[1] += (weight.square() if moments is None else (weight @ moments) * weight * rows.shape[0]).sum().item()
-        weight.copy_(restored)
+        held.copy_(restored)
         yield unit, expert, stored, scales
 
     @property

@@ -21,6 +21,7 @@ from gemq.quantize.threads import single_thread
 from gemq.recipes.model import Gptq, WeightScheme
 
 _STRIP = 32
+_ROWS_ON_GPU = 8192  # solved at a time there: the solver holds ten times their size
 
 
 class Hessian:
@@ -37,12 +38,19 @@ class Hessian:
 
     def add(self, inputs: torch.Tensor, source: torch.Tensor | None = None) -> None:
         """Add the rows of `inputs` [..., in], and of `source`, the same rows as the source's own weights make them."""
-        flat = inputs.reshape(-1, inputs.shape[-1]).to(torch.float32)
+        flat = inputs.reshape(-1, inputs.shape[-1])
         self.rows += flat.shape[0]
-        for start in range(0, flat.shape[1], self._block):
-            stop = min(start + self._block, flat.shape[1])
-            self.sum[start:stop, start:].addmm_(flat[:, start:stop].T, flat[:, start:])
+        if flat.is_cuda and flat.dtype == torch.bfloat16:
+            from gemq.quantize.sweep_triton import add_outer_products
+
+            add_outer_products(self.sum, flat)
+        else:
+            flat = flat.to(torch.float32)
+            for start in range(0, flat.shape[1], self._block):
+                stop = min(start + self._block, flat.shape[1])
+                self.sum[start:stop, start:].addmm_(flat[:, start:stop].T, flat[:, start:])
         if source is not None:
+            flat = flat.to(torch.float32)
             if self.cross is None:
                 self.cross = torch.zeros_like(self.sum)
             self.cross.addmm_((source.reshape(flat.shape).to(torch.float32) - flat).T, flat)
@@ -138,6 +146,9 @@ def solve(weight: torch.Tensor, factorization: Factorization, scheme: WeightSche
 
     Rows are independent: those of several modules may be stacked, as long as they read the same input.
     """
+    if weight.is_cuda and weight.shape[0] > _ROWS_ON_GPU:
+        pieces = [solve(piece, factorization, scheme) for piece in weight.split(_ROWS_ON_GPU)]
+        return torch.cat([stored for stored, _ in pieces]), torch.cat([scales for _, scales in pieces])
     options, order, moments = factorization.options, factorization.order, factorization.moments
     scales = find_scales(weight, scheme, moments.diagonal())
     group_of = torch.arange(weight.shape[1], device=weight.device) // (weight.shape[1] // scales.shape[1])
@@ -151,6 +162,10 @@ def solve(weight: torch.Tensor, factorization: Factorization, scheme: WeightSche
 
 def _sweep(work: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, scheme: WeightScheme, block_size: int) -> torch.Tensor:
     """Round the columns of `work` [out, in] in order; returns the rounded weights. Columns are rows here, so that each is contiguous."""
+    if work.is_cuda and scheme.type == "int":
+        from gemq.quantize.sweep_triton import sweep
+
+        return sweep(work, factor, scales, scheme)
     work, scales = work.T.contiguous(), scales.T.contiguous()
     size = work.shape[0]
     for start in range(0, size, block_size):

@@ -94,6 +94,11 @@ def _descend(
     integers, scales = integers.T.contiguous(), scales.T.contiguous()
     gradient = moments @ error + damping * error
     del error
+    if gradient.is_cuda:
+        from gemq.quantize.sweep_triton import descend
+
+        descend(gradient, integers, scales, moments, moments.diagonal() + damping, scheme)
+        return integers.T.contiguous()
     curvature = (moments.diagonal() + damping).tolist()
     for start in range(0, size, block_size):
         stop = min(start + block_size, size)
