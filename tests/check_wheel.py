@@ -18,7 +18,7 @@ def expected_files() -> set[str]:
     for room in ROOMS:
         folder = ROOT / "src" / "gemq" / room
         patterns = ("*.py", "*.yaml", "launch.sh", "constraints-*.txt")
-        found |= {f"gemq/{room}/{path.name}" for pattern in patterns for path in folder.glob(pattern)}
+        found |= {f"gemq/{room}/{path.relative_to(folder).as_posix()}" for pattern in patterns for path in folder.rglob(pattern)}
     found |= {f"gemq/{path.name}" for path in (ROOT / "src" / "gemq").glob("*.py")}
     return found | {"gemq/py.typed"}
 

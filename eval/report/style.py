@@ -62,6 +62,12 @@ def new_figure(height: float, columns: int = 1, **options: Any) -> tuple[Figure,
     return figure, list(axes[0])
 
 
+def lay_out(figure: Figure) -> None:
+    """Place everything in the figure once, so that each format need not do it again."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+
+
 def png_bytes(figure: Figure) -> bytes:
     """The figure as a PNG, the same bytes for the same figure."""
     made = io.BytesIO()

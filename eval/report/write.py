@@ -91,6 +91,7 @@ def publish(target: Path, title: str, opening: Sequence[str], judged: Sequence[t
             svg = ""
             if section.figure:
                 figure: Figure = DRAW[section.key](section.data)
+                style.lay_out(figure)
                 svg = style.inline_svg(figure, section.key, section.figure)
                 (staged / f"{section.key}.png").write_bytes(style.png_bytes(figure))
             (staged / f"{section.key}.json").write_text(_json(section.data), encoding="utf-8")
