@@ -86,8 +86,15 @@ class Engine:
             choice["token_ids"] = made
             (document if path.endswith("/chat/completions") else choice)["prompt_token_ids"] = ids
         if body.get("prompt_logprobs") is not None:
-            choice["prompt_logprobs"] = self.prompt_logprobs(ids)
+            choice["prompt_logprobs"] = [entry and _filled(entry, body["prompt_logprobs"]) for entry in self.prompt_logprobs(ids)]
         return 200, document, self.seconds(ids, asked)
+
+
+def _filled(entry: dict[str, Any], count: int) -> dict[str, Any]:
+    """`entry` with unlikely tokens added until it has `count`: vLLM tells as many as it was asked for."""
+    others = (str(token) for token in range(VOCABULARY) if str(token) not in entry)
+    ranks = range(len(entry) + 1, count + 1)
+    return entry | {token: {"logprob": -15.0 - 0.01 * rank, "rank": rank} for token, rank in zip(others, ranks, strict=False)}
 
 
 class StubServer:

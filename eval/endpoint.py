@@ -162,8 +162,9 @@ class Connection:
             "model": self.endpoint.model, "prompt": list(record.tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": top,
             "add_special_tokens": False,
         }  # fmt: skip
-        response = self._complete(body, record.where, "mend the record, or serve with prompt_logprobs and a window that is long enough")
-        return _target_distributions(response, self.name, record)
+        response = self._complete(body, record.where, "mend the record, or serve with prompt_logprobs and a window that is long enough" if top == 1
+                                  else "choose a smaller --top, or serve with a larger --max-logprobs and a window that is long enough")  # fmt: skip
+        return _target_distributions(response, self.name, record, top)
 
     def decode(self, prompt: Sequence[int], count: int, where: str) -> list[int]:
         """The `count` token ids that the endpoint decodes greedily after the ids of `prompt`, past an end-of-turn token too.
@@ -231,7 +232,7 @@ def require_counts(
     return ids
 
 
-def _target_distributions(response: httpx.Response, name: str, record: Record) -> list[dict[int, float]]:
+def _target_distributions(response: httpx.Response, name: str, record: Record, top: int) -> list[dict[int, float]]:
     def broken(why: str) -> IntegrityError:
         return IntegrityError(
             f"{record.where}: {name} {why}", "the endpoint does not keep vLLM's contract for prompt_logprobs: its numbers can't be used"
@@ -256,6 +257,9 @@ def _target_distributions(response: httpx.Response, name: str, record: Record) -
         raise broken("gave the first prompt token a log-probability; it must be null")
     found = [_distribution(entry, token, position, broken) for position, (entry, token) in
              enumerate(zip(entries[1:], record.tokens[1:], strict=True), 1)]  # fmt: skip
+    few = next((position for position, told in enumerate(found, 1) if len(told) < top), None)
+    if few is not None:  # fewer tokens make a divergence look smaller
+        raise broken(f"told {len(found[few - 1])} tokens at position {few}; prompt_logprobs {top} was asked for")
     return found[record.first_target - 1 :]
 
 

@@ -1,8 +1,8 @@
-"""KL(reference || target) in nats a target token, over the whole vocabulary, of two checkpoint directories.
+"""KL(reference || target) in nats a target token: over the whole vocabulary where both are checkpoint directories, else through prompt_logprobs.
 
 KL_t = \\sum_v p_ref(v | x_<t) (log p_ref(v | x_<t) - log p_target(v | x_<t)). One model is in memory at a time: the reference
 leaves its hidden states at the target positions (a hundredth of the log-probabilities' size or less) and its output projection,
-from which its log-probabilities come back.
+from which its log-probabilities come back. An endpoint tells of its likeliest tokens only: see served_kl.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 
 from gemq import output
 from gemq.errors import UsageError
-from gemq.eval.endpoint import is_url
 from gemq.eval.finished import FinishedRecords
 from gemq.eval.local import Head, LocalCheckpoint, LocalModel, chunks, require_finite
 from gemq.eval.plan import Plan
@@ -28,18 +27,23 @@ from gemq.eval.statistics import Estimate, cluster_mean
 
 @dataclass(frozen=True)
 class RecordKl:
-    """One record: KL and both NLLs, each summed over its `tokens` targets, in nats."""
+    """One record: KL and both NLLs, each summed over its `tokens` targets, in nats; and so `covered`, as in KlResult, where it was measured."""
 
     id: str
     tokens: int
     kl_nats: float
     nll_nats: float
     reference_nll_nats: float
+    covered: float | None = None
 
 
 @dataclass(frozen=True)
 class KlResult:
-    """KL(reference || target) with its standard error and one-sided upper 95% bound (None for a single record), in nats a token."""
+    """KL(reference || target) with its standard error and one-sided upper 95% bound (None for a single record), in nats a token.
+
+    Through prompt_logprobs, `top` is how many likeliest tokens were asked for, `covered` the reference's probability on those that both told,
+    and the KL a lower bound; over the whole vocabulary both are None.
+    """
 
     target: str
     reference: str
@@ -50,6 +54,8 @@ class KlResult:
     tokens: int
     records: int
     per_record: tuple[RecordKl, ...]
+    top: int | None = None
+    covered: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON types, with every record."""
@@ -76,28 +82,50 @@ def evaluate_kl(
     length: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    tokenizer: Path | None = None,
+    top: int | None = None,
     output_path: Path | None = None,
 ) -> KlResult:
-    """The KL divergence of checkpoint `target` from checkpoint `reference` on the targets of `data`.
+    """The KL divergence of `target` from `reference` on the targets of `data`.
 
-    Raises UsageError for endpoints (their API tells no whole distribution) and whatever reading the data and loading the
-    checkpoints raises.
+    Each is a checkpoint directory or an endpoint's URL, the reference also a file that `record_reference` wrote. Of two directories it is
+    computed over the whole vocabulary, else over the `top` (20) likeliest tokens that both tell. Raises UsageError, IntegrityError and
+    StoppedSafely, as reading the data, loading the checkpoints and asking the endpoints do.
     """
-    for name in (target, reference):
-        if is_url(name):
-            raise UsageError(f"{name} is an endpoint, whose log-probabilities cover too few tokens for a KL over the vocabulary",
-                             "give checkpoint directories to eval-kl")  # fmt: skip
     plan = Plan.make(target, data, reference=reference, records=records, skip=skip, length=length, device=device, dtype=dtype, kind="kl",
-                     output_path=output_path)  # fmt: skip
-    assert isinstance(plan.target, LocalCheckpoint)
-    assert isinstance(plan.reference, LocalCheckpoint)
+                     output_path=output_path, tokenizer=tokenizer, top=top)  # fmt: skip
+    whole = isinstance(plan.target, LocalCheckpoint) and isinstance(plan.reference, LocalCheckpoint)
+    if whole and top is not None:
+        raise UsageError("--top is given, and both are directories: their KL is over the whole vocabulary", "leave --top out")
     with plan.partial_results():
-        used = score_pair(plan.target, plan.reference, plan.records, plan.finished, device, dtype)
+        if isinstance(plan.target, LocalCheckpoint) and isinstance(plan.reference, LocalCheckpoint):
+            used = score_pair(plan.target, plan.reference, plan.records, plan.finished, device, dtype)
+        else:
+            from gemq.eval.served_kl import choose_top, score_told
+
+            top, used = choose_top(top, plan.reference), "served"
+            score_told(plan, top, device, dtype)
     done = plan.finished.scores("both", len(plan.records))
     per_record = tuple(RecordKl(r.id, r.target_count, *scores) for r, scores in zip(plan.records, done, strict=True))
     counts = [record.tokens for record in per_record]
     estimate = cluster_mean([record.kl_nats for record in per_record], counts, positive=True)
-    return KlResult(target, reference, str(data), file_sha256(data), used, estimate, sum(counts), len(counts), per_record)
+    share = None if whole else math.fsum(record.covered or 0.0 for record in per_record) / sum(counts)
+    return KlResult(target, reference, str(data), file_sha256(data), used, estimate, sum(counts), len(counts), per_record, top, share)
+
+
+def record_reference(
+    target: str, data: Path, file: Path, *, records: int | None = None, skip: int = 0, length: int | None = None, device: str = "auto",
+    dtype: str = "auto", tokenizer: Path | None = None, top: int | None = None,
+) -> int:  # fmt: skip
+    """Write what `target` tells of its likeliest tokens on the targets of `data` to `file`, a reference for later; returns its records.
+
+    Raises as evaluate_kl does.
+    """
+    from gemq.eval.served_kl import choose_top, record_distributions
+
+    plan = Plan.make(target, data, reference=None, records=records, skip=skip, length=length, device=device, dtype=dtype, kind="kl",
+                     output_path=None, tokenizer=tokenizer)  # fmt: skip
+    return record_distributions(plan, file, choose_top(top, None), file_sha256(data), device, dtype)
 
 
 def score_pair(

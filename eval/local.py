@@ -284,6 +284,22 @@ class LocalModel:
         require_finite(found, self.name, record)
         return found
 
+    @torch.inference_mode()
+    def distributions(self, record: Record, top: int) -> list[dict[int, float]]:
+        """The log-probabilities, in nats, of the `top` likeliest tokens at each target, and of the target itself; raises as `score` does."""
+        hidden = self.hidden(record)
+        targets = torch.tensor(record.targets, device=self.device)
+        found: list[dict[int, float]] = []
+        for part in chunks(len(targets), self.vocab_size):
+            table = self.head.log_probabilities(hidden[part])
+            chosen = targets[part].to(table.device).unsqueeze(1)
+            likeliest = table.topk(min(top, table.shape[-1]))
+            tokens = torch.cat([chosen, likeliest.indices], 1).tolist()
+            values = torch.cat([table.gather(1, chosen), likeliest.values], 1).tolist()
+            found += [dict(zip(*row, strict=True)) for row in zip(tokens, values, strict=True)]
+        require_finite([position[token] for position, token in zip(found, record.targets, strict=True)], self.name, record)
+        return found
+
 
 def chunks(positions: int, vocab_size: int) -> Iterator[slice]:
     """Slices over positions whose logits take at most 128 MiB."""

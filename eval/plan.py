@@ -12,21 +12,27 @@ from gemq.errors import GemqError, Interrupted, StoppedSafely, UsageError
 from gemq.eval.endpoint import Endpoint, is_url
 from gemq.eval.finished import FinishedRecords
 from gemq.eval.local import LocalCheckpoint, require_device, require_dtype
+from gemq.eval.recorded import Recorded
 from gemq.eval.records import Record, file_sha256, read_records
 
-Judged = LocalCheckpoint | Endpoint
+Judged = LocalCheckpoint | Endpoint | Recorded
 
 
-def open_target(target: str) -> Judged:
+def open_target(target: str) -> LocalCheckpoint | Endpoint:
     """The checkpoint directory or the endpoint that `target` names; nothing is loaded yet. Raises UsageError."""
     return Endpoint.open(target) if is_url(target) else LocalCheckpoint.open(target)
+
+
+def open_reference(reference: str) -> Judged:
+    """As `open_target`, or the file of recorded distributions that `reference` names."""
+    return Recorded.open(reference) if not is_url(reference) and Path(reference).is_file() else open_target(reference)
 
 
 @dataclass
 class Plan:
     """What an evaluation will score: both sides opened, the records read and checked, what an earlier run finished."""
 
-    target: Judged
+    target: LocalCheckpoint | Endpoint
     reference: Judged | None
     records: list[Record]
     finished: FinishedRecords
@@ -34,7 +40,7 @@ class Plan:
     @classmethod
     def make(
         cls, target: str, data: Path, *, reference: str | None, records: int | None, skip: int, length: int | None, device: str, dtype: str,
-        kind: str, output_path: Path | None, tokenizer: Path | None = None,
+        kind: str, output_path: Path | None, tokenizer: Path | None = None, top: int | None = None,
     ) -> Plan:  # fmt: skip
         """Open and check everything that can be wrong before the first model is loaded. Raises UsageError."""
         if output_path is not None:
@@ -43,12 +49,12 @@ class Plan:
                 raise UsageError(f"the directory of --output {output_path} does not exist", "create it, or choose another --output")
         require_dtype(dtype, require_device(device))
         opened = open_target(target)
-        other = None if reference is None else open_target(reference)
-        sides = [opened] if other is None else [opened, other]
+        other = None if reference is None else open_reference(reference) if kind == "kl" else open_target(reference)
+        sides: list[Judged] = [opened] if other is None else [opened, other]
         if other is not None:
             _require_same_tokens(opened, other)
-        if tokenizer is None and isinstance(opened, LocalCheckpoint):
-            tokenizer = opened.directory
+        if tokenizer is None:
+            tokenizer = next((side.directory for side in sides if isinstance(side, LocalCheckpoint)), None)
         vocab_size = next((side.vocab_size for side in sides if side.vocab_size is not None), None)
         found = read_records(data, tokenizer=tokenizer, vocab_size=vocab_size, length=length, records=records, skip=skip)
         for side in sides:
@@ -57,7 +63,7 @@ class Plan:
         key = {
             "kind": kind, "target": _identity(opened), "reference": other and _identity(other), "data_sha256": file_sha256(data),
             "records": records, "skip": skip, "length": length, "dtype": dtype,
-            "tokenizer": str(tokenizer) if data.suffix == ".txt" else None,
+            "tokenizer": str(tokenizer) if data.suffix == ".txt" else None, "top": top,
         }  # fmt: skip
         return cls(opened, other, found, FinishedRecords(output_path, key))
 
@@ -76,11 +82,11 @@ class Plan:
 
 
 def _identity(side: Judged) -> list[str]:
-    return (
-        [side.base_url, side.model]
-        if isinstance(side, Endpoint)
-        else [str(side.directory.resolve()), file_sha256(side.directory / "config.json")]
-    )
+    if isinstance(side, Endpoint):
+        return [side.base_url, side.model]
+    if isinstance(side, Recorded):
+        return [str(side.path.resolve()), file_sha256(side.path)]
+    return [str(side.directory.resolve()), file_sha256(side.directory / "config.json")]
 
 
 def _require_same_tokens(target: Judged, reference: Judged) -> None:

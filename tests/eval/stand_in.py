@@ -143,6 +143,15 @@ def shifted_in_secret(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+def told_too_little(answer: dict[str, Any]) -> dict[str, Any]:
+    """Fewer of the likeliest tokens than were asked for, at one position: what is left out can't diverge."""
+    entry = _entries(answer)[-1]
+    for key in list(entry)[2:]:
+        if entry[key]["rank"] > 2:
+            del entry[key]
+    return answer
+
+
 def without_target(answer: dict[str, Any]) -> dict[str, Any]:
     """The last token's entry holds another token."""
     _entries(answer)[-1] = {"319": {"logprob": -0.5, "rank": 1}}

@@ -121,13 +121,18 @@ def eval_ppl(
 
 
 def eval_kl(
-    target: Annotated[str, typer.Argument(help="A checkpoint directory.")],
+    target: Annotated[
+        str, typer.Argument(help="A checkpoint directory, or an endpoint: http://HOST:PORT, with #NAME if it serves several models.")
+    ],
     data: Data,
-    reference: Annotated[str, typer.Option(help="The directory of the source that it was made from.")],
+    reference: Annotated[str | None, typer.Option(help="The source's directory, an endpoint that serves it, or what --record wrote.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Write what TARGET tells to this file, a reference for later, and compare nothing.")] = None,
+    top: Annotated[int | None, typer.Option(min=1, help="Likeliest tokens to compare where an endpoint is asked (20, vLLM's limit).")] = None,
     budget: Annotated[str | None, typer.Option(help="Exit 3 if KL may be above this many nats a token, such as 0.15.")] = None,
     records: Records = None,
     skip: Skip = 0,
     length: Length = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="A directory with the tokenizer, for text against a URL.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     output_file: Annotated[
@@ -135,16 +140,31 @@ def eval_kl(
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """KL(reference || target) in nats a target token over the whole vocabulary; --budget binds on its 95% upper bound."""
+    """KL(reference || target) in nats a token: of directories over the whole vocabulary, of endpoints through prompt_logprobs."""
     output.mode.json = output.mode.json or json_output
     nats = None if budget is None else parse_nats(budget)
+    if (reference is None) == (record is None):
+        raise UsageError("what to compare TARGET with is not said" if reference is None else "--reference and --record are both given",
+                         "give --reference SOURCE to compare, or --record FILE to keep what TARGET tells")  # fmt: skip
     _require_bound(records, nats)
 
-    from gemq.eval.kl import evaluate_kl
+    from gemq.eval.kl import evaluate_kl, record_reference
 
+    if record is not None or reference is None:
+        assert record is not None
+        if nats is not None or output_file is not None:
+            raise UsageError("--record compares nothing, so there is no --budget to keep and no result for --output", "leave them out")
+        count = record_reference(target, data, record, records=records, skip=skip, length=length, device=device, dtype=dtype,
+                                 tokenizer=tokenizer, top=top)  # fmt: skip
+        output.result({"kind": "recorded", "file": str(record), "records": count}, f"{count} records of {target} written to {record}")
+        return
     result = evaluate_kl(target, data, reference=reference, records=records, skip=skip, length=length, device=device, dtype=dtype,
-                         output_path=output_file)  # fmt: skip
-    _show(result, output_file, "")
+                         tokenizer=tokenizer, top=top, output_path=output_file)  # fmt: skip
+    closing = "" if result.covered is None else (
+        f"a lower bound: compared are the {result.top} likeliest tokens, as far as both tell them; they hold {result.covered:.2%} of the "
+        f"reference's probability"
+    )
+    _show(result, output_file, closing)
     if nats is not None:
         upper = "" if result.kl_nats.upper_95 is None else f"{result.kl_nats.upper_95:.4f}"
         _hold(
