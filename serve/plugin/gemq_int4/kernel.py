@@ -138,3 +138,27 @@ def gemv(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, F, G, K: tl.constexpr, BITS: t
         if HAS_BIAS:
             r = r + tl.load(b_ptr + n).to(tl.float32)
         tl.store(y_ptr + m * N + row, r.to(y_ptr.dtype.element_ty), mask=row < tl.where(m < M, N, 0))
+
+
+@triton.jit
+def expand(w_ptr, s_ptr, out_ptr, K: tl.constexpr, BITS: tl.constexpr, GC: tl.constexpr, LANES: tl.constexpr, U: tl.constexpr):
+    """out [N, K] bf16: the weights themselves, one program a row and U blocks; for batches that a matrix product of the library's takes."""
+    PER: tl.constexpr = 32 // BITS
+    QUARTER: tl.constexpr = LANES * PER
+    BLOCKS: tl.constexpr = (K + 4 * QUARTER - 1) // (4 * QUARTER)
+    UL: tl.constexpr = U * LANES
+    n = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, UL)
+    block = tl.program_id(1) * U + lane // LANES
+    c = tl.arange(0, 4)
+    there = (block < BLOCKS)[:, None]
+    q = tl.load(w_ptr + n * (BLOCKS * LANES * 4) + (block * (LANES * 4) + (lane % LANES) * 4)[:, None] + c[None, :], mask=there, other=0)
+    if GC > 0:
+        s_at = n * (BLOCKS * 4 * GC) + (block * (4 * GC) + ((lane % LANES) * GC // LANES) * 4)[:, None] + c[None, :]
+        s = tl.load(s_ptr + s_at, mask=there, other=0.0).to(tl.float32)[:, :, None]
+    else:
+        s = tl.load(s_ptr + n).to(tl.float32)
+    j = tl.arange(0, PER)[None, None, :]
+    value = ((q[:, :, None] >> (BITS * j)) & ((1 << BITS) - 1)) - (1 << (BITS - 1))
+    k = (block * (4 * QUARTER) + (lane % LANES) * PER)[:, None, None] + c[None, :, None] * QUARTER + j
+    tl.store(out_ptr + n * K + k, (value.to(tl.float32) * s).to(out_ptr.dtype.element_ty), mask=there[:, :, None] & (k < K))
