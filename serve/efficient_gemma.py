@@ -15,7 +15,9 @@ from typing import Any
 from gemq import atomic
 from gemq.errors import UsageError
 from gemq.serve.package import Order, Taken, checkpoint_section, measured_section, place, require_taken
-from gemq.serve.serve import DEFAULT_PROFILE, PROFILES
+from gemq.serve.profile import SHIPPED, Profile, packaged, put, section
+from gemq.serve.serve import DEFAULT_PROFILE
+from gemq.serve.wheel import build, entry_points
 
 ARENA = "efficient-gemma"
 TAKEN = Taken(
@@ -55,6 +57,8 @@ def problems(manifest: dict[str, Any], folder: Path) -> list[str]:
         found.append(f"env is {env!r}; names and texts are valid")
     else:
         found += [f"env sets {key}, which the harness sets" for key in _GIVEN if key in env]
+        if "GEMQ_PLUGIN" in env and not _inside(folder, env["GEMQ_PLUGIN"]):
+            found.append(f"env's GEMQ_PLUGIN names {env['GEMQ_PLUGIN']}, which is not in the folder")
     if isinstance(manifest["model_id"], str):
         found += _model_problems(manifest["model_id"], folder)
     return found
@@ -74,14 +78,22 @@ def _model_problems(model_id: str, folder: Path) -> list[str]:
     return []
 
 
-def make(order: Order, final: Path, *, copy: bool = False, dependencies: tuple[str, ...] = DEPENDENCIES) -> dict[str, Any]:
-    """Write the package to `final` in one step; returns what is in it: `manifest` and `checkpoint`, where and how it got there."""
-    checkpoint, profile = order.checkpoint, order.profile or DEFAULT_PROFILE
-    if profile not in PROFILES:
-        raise UsageError(f"--profile {profile!r} is unknown", f"valid are {', '.join(PROFILES)}")
+def make(order: Order, final: Path, *, copy: bool = False, dependencies: tuple[str, ...] = DEPENDENCIES,
+         plugin: Path | None = None) -> dict[str, Any]:
+    """Write the package to `final` in one step; returns what is in it: `manifest` and `checkpoint`, where and how it got there.
+
+    `plugin`: an engine plugin's source folder. Its wheel lies in the package and serve.py puts it on vLLM's path: what a path among the
+    dependencies would be relative to, the harness doesn't say.
+    """
+    checkpoint = order.checkpoint
+    pinned = next((each.partition("==")[2].strip() for each in dependencies if re.fullmatch(r"vllm\s*==[^;]+", each)), "another than gemq knows")
+    profile, tuned = packaged(order.profile or DEFAULT_PROFILE, checkpoint.seal_digest, pinned)
     model = require_taken(checkpoint, TAKEN, ARENA, force=order.force)
     atomic.require_absent(final)
     env = {"GEMQ_PROFILE": profile, **({"MODEL_REVISION": order.hub.revision} if order.hub else {})}
+    wheel, content = build(plugin) if plugin is not None else ("", b"")
+    if plugin is not None:
+        env |= {"GEMQ_PLUGIN": wheel, "VLLM_PLUGINS": ",".join(entry_points(plugin))}
     manifest: dict[str, Any] = {
         "name": order.name or checkpoint.directory.name,
         "description": order.description or f"{model} ({checkpoint.schemes()}) on vLLM, packaged by gemq",
@@ -96,13 +108,17 @@ def make(order: Order, final: Path, *, copy: bool = False, dependencies: tuple[s
         if order.hub is None:
             if copy:
                 atomic.require_space(folder, checkpoint.nbytes)
-            how = f"inside, {place(checkpoint, folder / 'model', copy=copy)}"
+            how = f"inside, {place(checkpoint.directory, checkpoint.files, folder / 'model', copy=copy)}"
         else:
             how = f"{order.hub.repo} at {order.hub.revision}"
         shutil.copyfile(Path(__file__).with_name("serve.py"), folder / "serve.py")
+        if wheel:
+            (folder / wheel).write_bytes(content)
+        if tuned is not None:
+            put(tuned, folder, copy=copy)
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         where = "`model/`" if order.hub is None else f"`{order.hub.repo}` at `{order.hub.revision}`"
-        (folder / "README.md").write_text(_readme(order, manifest, where), encoding="utf-8")
+        (folder / "README.md").write_text(_readme(order, manifest, where, tuned), encoding="utf-8")
         found = problems(manifest, folder)
         if found:
             raise UsageError(f"the manifest would break the harness's rules: {'; '.join(found)}", "change --name, --description or --dependency")
@@ -124,13 +140,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _readme(order: Order, manifest: dict[str, Any], where: str) -> str:
+def _readme(order: Order, manifest: dict[str, Any], where: str, tuned: Profile | None) -> str:
     files = [("`manifest.json`", "what the harness installs and starts"), ("`serve.py`", "starts vLLM behind the endpoint; standard library only")]
     if order.hub is None:
         files.append(("`model/`", "the checkpoint"))
+    if "GEMQ_PLUGIN" in manifest["env"]:
+        files.append((f"`{manifest['env']['GEMQ_PLUGIN']}`", "the engine's plugin, which serve.py turns on; GEMQ_INT4=0 turns it off"))
+    if tuned is not None:
+        files.append((f"`{SHIPPED}`", "what gemq tune found for vLLM; serve.py applies it"))
     return "\n".join([
         f"# {manifest['name']}", "", f"{manifest['description']}.", "", "| | |", "|---|---|", *(f"| {name} | {what} |" for name, what in files), "",
         checkpoint_section(order.checkpoint, where), measured_section(order.measured),
+        *filter(None, [section(tuned)]),
         "## Start it", "", "    gemq serve .", "", "or without gemq, in an environment with the manifest's dependencies:", "",
         f"    MODEL_ID={manifest['model_id']} SERVED_MODEL_NAME={manifest['served_model_name']} HOST=127.0.0.1 PORT=8000 "
         + " ".join(f"{key}={value}" for key, value in manifest["env"].items()) + " python serve.py", "",

@@ -23,7 +23,7 @@ from gemq import atomic
 from gemq.errors import IntegrityError, UsageError
 from gemq.quantize.audit import ITEM_BYTES
 from gemq.serve.package import Checkpoint, Order, Taken, checkpoint_section, measured_section, require_commit, require_taken, why_not
-from gemq.serve.serve import PROFILES
+from gemq.serve.profile import Profile, packaged, put, section
 
 ARENA = "lowbarena"
 DEFAULT_PROFILE = "throughput"
@@ -190,9 +190,10 @@ def make(order: Order, final: Path, *, task: str = "", split: str = "dev", metho
 
     `repository`: the engine's URL, commit and folder, in place of the archive in the body.
     """
-    checkpoint, profile = order.checkpoint, order.profile or DEFAULT_PROFILE
-    if profile not in PROFILES:
-        raise UsageError(f"--profile {profile!r} is unknown", f"valid are {', '.join(PROFILES)}")
+    checkpoint = order.checkpoint
+    profile, tuned = packaged(order.profile or DEFAULT_PROFILE, checkpoint.seal_digest, None)
+    if tuned is not None and tuned.speculation is not None:
+        raise UsageError(f"{ARENA} fetches one checkpoint, and {order.profile} drafts with another", "run gemq tune without --drafter")
     if order.hub is None:
         raise UsageError(f"{ARENA} fetches the checkpoint from the Hub at a commit, and none is given",
                          "upload it with gemq push, and add --repo OWNER/NAME --revision COMMIT")
@@ -215,6 +216,8 @@ def make(order: Order, final: Path, *, task: str = "", split: str = "dev", metho
         shutil.copyfile(Path(__file__).with_name("launch.sh"), engine / "launch.sh")
         (engine / "launch.sh").chmod(0o755)
         (engine / "profile").write_text(profile + "\n")
+        if tuned is not None:
+            put(tuned, engine, copy=True)
         if plugin is not None:
             _copy_plugin(plugin, engine / "plugin")
         size = 0
@@ -230,7 +233,7 @@ def make(order: Order, final: Path, *, task: str = "", split: str = "dev", metho
             body["engine"] = {"uri": uri, "revision": revision, **({"subdir": subdir} if subdir else {})}
         parse(body, "the package")
         (folder / "submission.json").write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        (folder / "README.md").write_text(_readme(order, body, profile), encoding="utf-8")
+        (folder / "README.md").write_text(_readme(order, body, profile, tuned), encoding="utf-8")
     shown = {**body, "engine": {key: "…" if key == "inline" else value for key, value in body["engine"].items()}}
     return {"submission": shown, "checkpoint": f"{order.hub.repo} at {order.hub.revision}", "archive_bytes": size}
 
@@ -248,7 +251,7 @@ def read_submission(folder: Path) -> Submission:
     return submission
 
 
-def _readme(order: Order, body: dict[str, Any], profile: str) -> str:
+def _readme(order: Order, body: dict[str, Any], profile: str, tuned: Profile | None) -> str:
     hub, solution = body["artifact"], body["solution"]
     held = "submission.json holds it too" if "inline" in body["engine"] else f"its copy in {body['engine']['uri']} is what the arena fetches"
     return "\n".join([
@@ -256,6 +259,7 @@ def _readme(order: Order, body: dict[str, Any], profile: str) -> str:
         "| | |", "|---|---|", f"| `engine/` | `launch.sh serve` starts vLLM, profile {profile}; {held} |",
         f"| `submission.json` | the body of POST /api/submissions: task {body['task_id']}, split {body['split']} |", "",
         checkpoint_section(order.checkpoint, f"`{hub['uri']}` at `{hub['revision']}`"), measured_section(order.measured),
+        *filter(None, [section(tuned)]),
         "## Start it", "", "    gemq serve .", "", "## Send it", "",
         "    curl -s -X POST https://lowbarena.com/api/submissions -H \"authorization: Bearer $TOKEN\" \\",
         "      -H 'content-type: application/json' -d @submission.json", "",

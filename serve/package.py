@@ -77,7 +77,10 @@ class Hub:
 
 @dataclass(frozen=True)
 class Order:
-    """What a package is to be: for both arenas, whatever of it they have a place for. Empty texts mean the arena's own choice."""
+    """What a package is to be: for both arenas, whatever of it they have a place for. Empty texts mean the arena's own choice.
+
+    `profile` is a row of PROFILES, or the file of a tuned one.
+    """
 
     checkpoint: Checkpoint
     hub: Hub | None = None
@@ -153,14 +156,14 @@ def require_taken(checkpoint: Checkpoint, taken: Taken, arena: str, *, force: bo
     return checkpoint.source or (checkpoint.directory.name if reasons else taken.model)
 
 
-def place(checkpoint: Checkpoint, target: Path, *, copy: bool) -> str:
-    """Put the checkpoint's files into `target` as hard links, or as copies if asked or on another file system; returns which, in words.
+def place(directory: Path, names: Sequence[str], target: Path, *, copy: bool) -> str:
+    """Put the files `names` of `directory` into `target` as hard links, or as copies if asked or on another file system; returns which, in words.
 
     A hard link is the same file: it takes no space, and a mode that is changed here changes there too. The weights are never written to.
     """
     how = "copies" if copy else "hard links"
-    for name in checkpoint.files:
-        source, goal = checkpoint.directory / name, target / name
+    for name in names:
+        source, goal = directory / name, target / name
         goal.parent.mkdir(parents=True, exist_ok=True)
         if how == "hard links":
             try:

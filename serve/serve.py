@@ -3,8 +3,9 @@
     MODEL_ID=./model SERVED_MODEL_NAME=gemma HOST=127.0.0.1 PORT=8000 python serve.py
 
 Needed in the environment: MODEL_ID (a directory, or a Hub id), SERVED_MODEL_NAME, HOST, PORT.
-Understood besides: GEMQ_PROFILE (a key of PROFILES), MODEL_REVISION (a Hub commit), MAX_MODEL_LEN (tokens), GEMQ_EXTRA_ARGS (more of vLLM's
-own arguments, quoted as for a shell), GEMQ_SKIP_VERIFY=1 (or --no-verify: don't check the seal); `--dry-run` prints the command and stops.
+Understood besides: GEMQ_PROFILE (a key of PROFILES, or a .json that gemq tune wrote), MODEL_REVISION (a Hub commit), MAX_MODEL_LEN
+(tokens), GEMQ_EXTRA_ARGS (more of vLLM's own arguments, quoted as for a shell), GEMQ_SKIP_VERIFY=1 (or --no-verify: don't check the
+seal); `--dry-run` prints the command and stops.
 
 A checkpoint with a gemq.seal.json is verified first. Then this process becomes vLLM's, so every signal reaches it. Exit codes before
 that: 2 for an environment that can't be served, 4 for a checkpoint that isn't what was sealed.
@@ -18,10 +19,13 @@ import json
 import os
 import shlex
 import socket
+import subprocess
 import sys
 import tempfile
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 # One row a profile: vLLM's arguments. launch.sh holds the same table; a test holds them together. Scoring a prompt's tokens
 # (prompt_logprobs) takes memory that vLLM doesn't plan for, batch x vocabulary x 4 bytes and more: hence small batches and some room.
@@ -41,6 +45,7 @@ CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_INT4_W4A8": "0", "VL
 # without torch.compile a start takes half as long there and needs no C++ compiler
 CPU_ARGUMENTS = "--enforce-eager"
 
+TUNED_KEYS = {"version", "kind", "base", "arguments", "environment", "speculation", "made_for", "measured"}
 NEEDED = ("MODEL_ID", "SERVED_MODEL_NAME", "HOST", "PORT")
 SEAL_FILE = "gemq.seal.json"
 CACHE_VARIABLES = ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
@@ -63,8 +68,8 @@ def read_environment(environment: dict[str, str]) -> dict[str, str]:
     if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise Refused(f"PORT is {port!r}; a number from 1 to 65535 is valid")
     profile = environment.get("GEMQ_PROFILE", "") or DEFAULT_PROFILE
-    if profile not in PROFILES:
-        raise Refused(f"GEMQ_PROFILE is {profile!r}; valid are {', '.join(PROFILES)}")
+    if profile not in PROFILES and not profile.endswith(".json"):
+        raise Refused(f"GEMQ_PROFILE is {profile!r}; valid are {', '.join(PROFILES)}, or a .json that gemq tune wrote")
     return {**{name: environment[name].strip() for name in NEEDED}, "GEMQ_PROFILE": profile}
 
 
@@ -79,6 +84,65 @@ def find_model(model_id: str) -> tuple[str, Path | None]:
     if model_id.startswith((".", "/")) or model_id.count("/") > 1:
         raise Refused(f"MODEL_ID is {model_id!r}, and there is no such directory; a checkpoint's directory or a Hub id is valid")
     return model_id, None
+
+
+def read_tuned(name: str) -> tuple[dict[str, Any], Path]:
+    """The profile that gemq tune wrote, and its file; a relative path counts from here, then from this file's folder. Raises Refused."""
+    path = next((base / name for base in (Path.cwd(), Path(__file__).resolve().parent) if (base / name).is_file()), None)
+    if path is None:
+        raise Refused(f"GEMQ_PROFILE is {name!r}, and there is no such file; valid are {', '.join(PROFILES)}, or a .json that gemq tune wrote")
+    try:
+        tuned = json.loads(path.read_text(encoding="utf-8"))
+        made_for, speculation = tuned["made_for"], tuned["speculation"]
+        texts = [*tuned["arguments"], *tuned["environment"], *tuned["environment"].values(), made_for["vllm"], made_for["platform"],
+                 made_for["card"], made_for["checkpoint"] or "", *([speculation["drafter"]] if speculation else [])]
+        sound = (set(tuned) == TUNED_KEYS and tuned["version"] == 1 and tuned["kind"] == "gemq-profile" and tuned["base"] in PROFILES
+                 and all(isinstance(text, str) for text in texts) and (not speculation or type(speculation["tokens"]) is int))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Refused(f"{path} can't be read as a profile of gemq tune ({error!r}); write it again with gemq tune") from None
+    if not sound:
+        raise Refused(f"{path} is no profile of gemq tune, version 1; write it again with gemq tune")
+    return tuned, path
+
+
+def card(on_cpu: bool) -> str:
+    """The name of what computes here: the first GPU's as its driver tells it, or the processor's; "unknown" where nothing tells."""
+    try:
+        if on_cpu:
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()[0].strip()
+    except (OSError, StopIteration, IndexError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def require_made_for(tuned: dict[str, Any], path: Path, on_cpu: bool, directory: Path | None) -> str | None:
+    """Refuse a profile made for another vLLM or checkpoint; another card is only told: its flags are valid there, its gain was not measured."""
+    made_for, advice = tuned["made_for"], "run gemq tune here, or set GEMQ_PROFILE to one of " + ", ".join(PROFILES)
+    here, there = ("cpu" if on_cpu else "cuda"), made_for["platform"]
+    version = vllm_version()
+    if (version, here) != (made_for["vllm"], there):
+        raise Refused(f"{path} was made for vLLM {made_for['vllm']} ({there}), and here is {version} ({here}); {advice}")
+    if directory is not None and made_for["checkpoint"]:
+        seal = directory / SEAL_FILE
+        digest = hashlib.sha256(seal.read_bytes()).hexdigest() if seal.exists() else None
+        if digest != made_for["checkpoint"]:
+            raise Refused(f"{path} was made for the checkpoint sealed {made_for['checkpoint'][:12]}…, and {directory} is another; {advice}", 4)
+    found = card(on_cpu)
+    return None if found == made_for["card"] else f"{path.name} was tuned on {made_for['card']}, and here is {found}: its gain was not measured here"
+
+
+def tuned_arguments(tuned: dict[str, Any], path: Path) -> list[str]:
+    """The arguments of a tuned profile; a drafter's relative path counts from the profile's folder."""
+    speculation = tuned["speculation"]
+    if not speculation:
+        return list(tuned["arguments"])
+    drafter = (path.parent / speculation["drafter"]).resolve()
+    if not (drafter / "config.json").is_file():
+        raise Refused(f"{path} drafts with {drafter}, and there is no checkpoint; put it there, or set GEMQ_PROFILE to {tuned['base']}")
+    told = {"model": str(drafter), "num_speculative_tokens": speculation["tokens"]}
+    return [*tuned["arguments"], "--speculative-config", json.dumps(told, separators=(",", ":"))]
 
 
 def verify_seal(directory: Path) -> int | None:
@@ -142,15 +206,26 @@ def require_free_port(host: str, port: int) -> None:
 
 def vllm_is_for_cpu() -> bool:
     """Whether the vLLM beside this interpreter was built for CPUs; raises Refused if there is none."""
+    versions = installed_vllm()
+    if not versions:
+        raise Refused(f"vLLM is not installed for {sys.executable}; start this with the Python of an environment that has it")
+    return "vllm-cpu" in versions or "cpu" in versions["vllm"]
+
+
+def installed_vllm() -> dict[str, str]:
+    """The versions of the distributions that are vLLM beside this interpreter, by name."""
     versions = {}
     for name in ("vllm", "vllm-cpu"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if not versions:
-        raise Refused(f"vLLM is not installed for {sys.executable}; start this with the Python of an environment that has it")
-    return "vllm-cpu" in versions or "cpu" in versions["vllm"]
+    return versions
+
+
+def vllm_version() -> str:
+    """vLLM's release, without what names its build (0.32.0 for 0.32.0+cpu)."""
+    return next(iter(installed_vllm().values()), "none").partition("+")[0]
 
 
 def model_length(directory: Path | None) -> int:
@@ -166,8 +241,12 @@ def model_length(directory: Path | None) -> int:
     return min(MAX_MODEL_LEN, made_for) if isinstance(made_for, int) and made_for > 0 else MAX_MODEL_LEN
 
 
-def command_line(settings: dict[str, str], environment: dict[str, str], model: str, directory: Path | None, on_cpu: bool) -> list[str]:
-    """The command that serves: vLLM's server as a module, because a build for CPUs has no `vllm` command that works."""
+def command_line(settings: dict[str, str], environment: dict[str, str], model: str, directory: Path | None, on_cpu: bool,
+                 tuned: list[str] | None = None) -> list[str]:
+    """The command that serves: vLLM's server as a module, because a build for CPUs has no `vllm` command that works.
+
+    Of an argument that comes twice vLLM takes the last: what was tuned goes behind the profile, GEMQ_EXTRA_ARGS behind all.
+    """
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--served-model-name", settings["SERVED_MODEL_NAME"], "--host", settings["HOST"], "--port", settings["PORT"]]
     command += ["--max-model-len", environment.get("MAX_MODEL_LEN", "").strip() or str(model_length(directory))]
@@ -176,7 +255,26 @@ def command_line(settings: dict[str, str], environment: dict[str, str], model: s
     command += shlex.split(ALWAYS) + shlex.split(PROFILES[settings["GEMQ_PROFILE"]])
     if on_cpu:
         command += shlex.split(CPU_ARGUMENTS)
-    return command + shlex.split(environment.get("GEMQ_EXTRA_ARGS", ""))
+    return command + (tuned or []) + shlex.split(environment.get("GEMQ_EXTRA_ARGS", ""))
+
+
+def find_plugin(environment: dict[str, str]) -> Path | None:
+    """The wheel that GEMQ_PLUGIN names, None if it names none; raises Refused unless it lies beside this file and is a wheel."""
+    name = environment.get("GEMQ_PLUGIN", "").strip()
+    if not name:
+        return None
+    path = Path(__file__).resolve().parent / name
+    if not name.endswith(".whl") or "/" in name or not zipfile.is_zipfile(path):
+        raise Refused(f"GEMQ_PLUGIN is {name!r}; the name of a wheel beside serve.py is valid")
+    return path
+
+
+def unpack_plugin(wheel: Path, environment: dict[str, str]) -> None:
+    """Put the plugin in `wheel` on the path of vLLM's processes: unpacked, because Triton reads its kernels' source from files."""
+    place = tempfile.mkdtemp(prefix="gemq-plugin-")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(place)
+    environment["PYTHONPATH"] = os.pathsep.join(part for part in (place, environment.get("PYTHONPATH", "")) if part)
 
 
 def engine_environment(environment: dict[str, str], directory: Path | None, on_cpu: bool) -> dict[str, str]:
@@ -206,20 +304,32 @@ def main(arguments: list[str]) -> int:
         environment = dict(os.environ)
         settings = read_environment(environment)
         model, directory = find_model(settings["MODEL_ID"])
+        plugin = find_plugin(environment)
         require_free_port(settings["HOST"], int(settings["PORT"]))
         on_cpu = vllm_is_for_cpu()
+        more: list[str] = []
+        if settings["GEMQ_PROFILE"].endswith(".json"):
+            tuned, path = read_tuned(settings["GEMQ_PROFILE"])
+            warning = require_made_for(tuned, path, on_cpu, directory)
+            if warning:
+                print(f"serve.py: warning: {warning}", file=sys.stderr, flush=True)
+            settings["GEMQ_PROFILE"], more = tuned["base"], tuned_arguments(tuned, path)
+            environment |= tuned["environment"]
         skip = "--no-verify" in arguments or environment.get("GEMQ_SKIP_VERIFY", "") == "1"
         if directory is not None and not skip:
             count = verify_seal(directory)
             found = "no seal to verify" if count is None else f"the seal holds, {count} files"
             print(f"serve.py: {found}", file=sys.stderr, flush=True)
-        command = command_line(settings, environment, model, directory, on_cpu)
+        command = command_line(settings, environment, model, directory, on_cpu, more)
     except Refused as error:
         print(f"serve.py: {error}", file=sys.stderr, flush=True)
         return error.code
     print("serve.py: " + shlex.join(command), file=sys.stderr, flush=True)
     if "--dry-run" not in arguments:
-        os.execve(command[0], command, engine_environment(environment, directory, on_cpu))
+        made = engine_environment(environment, directory, on_cpu)
+        if plugin is not None:
+            unpack_plugin(plugin, made)
+        os.execve(command[0], command, made)
     return 0
 
 

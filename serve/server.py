@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,9 +175,8 @@ def _failure(what: str, code: int | None, log: Path) -> GemqError:
     return kind(f"{what}{ended}{':' + lines if lines else ''}", found.mend or f"read the log, {log}")
 
 
-def _wait(process: subprocess.Popen[bytes], launch: Launch, log: Path, timeout: float) -> None:
-    """Return when /v1/models answers; raises with the log's reason when the server ends, or hasn't answered after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
+def _wait(process: subprocess.Popen[bytes], launch: Launch, log: Path, timeout: float, deadline: float) -> None:
+    """Return when /v1/models answers; raises with the log's reason when the server ends, or hasn't answered by `deadline` (`timeout` seconds)."""
     with output.progress("starting vLLM", len(PHASES), "steps") as advance, open(log, "rb") as reading, httpx.Client(timeout=5) as client:
         reached, text = 0, ""
         while True:
@@ -199,13 +198,12 @@ def _wait(process: subprocess.Popen[bytes], launch: Launch, log: Path, timeout: 
 
 
 @contextmanager
-def serving(path: Path, *, port: int | None = None, host: str = "127.0.0.1", profile: str | None = None, name: str | None = None,
-            checkpoint: Path | None = None, python: Path | None = None, log: Path | None = None, timeout: float = START_TIMEOUT_SECONDS,
-            verify: bool = True, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """A Server for the checkpoint or submission `path`, ended with the block, whatever ends the block.
+def starting(path: Path, *, port: int | None = None, host: str = "127.0.0.1", profile: str | None = None, name: str | None = None,
+             checkpoint: Path | None = None, python: Path | None = None, log: Path | None = None, timeout: float = START_TIMEOUT_SECONDS,
+             verify: bool = True, environment: Mapping[str, str] | None = None) -> Iterator[Callable[[], Server]]:
+    """Start a server, and yield what waits for it and returns it: several can be started before the first is waited for.
 
-    `environment` is added to the engine's, such as GEMQ_EXTRA_ARGS. Without `port` a free one is taken; without `log` the log goes when the
-    block ends well. Raises UsageError, IntegrityError or GemqError with the log's error lines when the server doesn't start.
+    It ends with the block, ready or not. `timeout` counts from here. See `serving` for the rest.
     """
     with ExitStack() as stack:
         interpreter = find_python(python)
@@ -225,13 +223,32 @@ def serving(path: Path, *, port: int | None = None, host: str = "127.0.0.1", pro
         except OSError as error:
             raise UsageError(f"can't write the log {log}: {error.strerror}", "choose another --log") from None
         process = _start(interpreter, launch, sink.fileno(), dict(environment or {}))
+        server, deadline = Server(launch.address, launch.model, process.pid, log, process), time.monotonic() + timeout
+
+        def ready() -> Server:
+            _wait(process, launch, server.log, timeout, deadline)
+            return server
+
         try:
-            _wait(process, launch, log, timeout)
-            yield Server(launch.address, launch.model, process.pid, log, process)
+            yield ready
         finally:
             stop(process)
         if own_log is not None:
             own_log.unlink(missing_ok=True)
+
+
+@contextmanager
+def serving(path: Path, *, port: int | None = None, host: str = "127.0.0.1", profile: str | None = None, name: str | None = None,
+            checkpoint: Path | None = None, python: Path | None = None, log: Path | None = None, timeout: float = START_TIMEOUT_SECONDS,
+            verify: bool = True, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """A Server for the checkpoint or submission `path`, ended with the block, whatever ends the block.
+
+    `environment` is added to the engine's, such as GEMQ_EXTRA_ARGS. Without `port` a free one is taken; without `log` the log goes when the
+    block ends well. Raises UsageError, IntegrityError or GemqError with the log's error lines when the server doesn't start.
+    """
+    with starting(path, port=port, host=host, profile=profile, name=name, checkpoint=checkpoint, python=python, log=log, timeout=timeout,
+                  verify=verify, environment=environment) as ready:
+        yield ready()
 
 
 def _start(python: Path, launch: Launch, sink: int, extra: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -242,7 +259,8 @@ def _start(python: Path, launch: Launch, sink: int, extra: dict[str, str]) -> su
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a server with everything that it started; returns when nothing of it is left."""
+    """End a server with everything that it started; returns when nothing of it is left, or raises KeyboardInterrupt then if that came."""
+    interrupted = False
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         while process.poll() is None:
@@ -251,6 +269,8 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             except subprocess.TimeoutExpired:
                 process.kill()
             except KeyboardInterrupt:
-                continue  # a second Ctrl-C doesn't hurry it: it has its own deadline
+                interrupted = True  # Ctrl-C doesn't hurry it: it has its own deadline
     if process.stdin is not None:
         process.stdin.close()
+    if interrupted:
+        raise KeyboardInterrupt

@@ -293,8 +293,10 @@ def test_both_files_stand_alone() -> None:
                 for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import)
                              else [node.module or ""] if isinstance(node, ast.ImportFrom) else [])}
     assert imported <= sys.stdlib_module_names
-    embedded = (SERVE / "launch.sh").read_text().split("<<'PYTHON'")[1].split("\nPYTHON\n")[0].split("\n", 1)[1]
-    names = {alias.name for node in ast.walk(ast.parse(embedded)) if isinstance(node, ast.Import) for alias in node.names}
-    assert names <= sys.stdlib_module_names
+    embedded = [part.split("\nPYTHON\n")[0].split("\n", 1)[1] for part in (SERVE / "launch.sh").read_text().split("<<'PYTHON'")[1:]]
+    assert len(embedded) == 2
+    for script in embedded:
+        names = {alias.name.split(".")[0] for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Import) for alias in node.names}
+        assert names <= sys.stdlib_module_names
 
 

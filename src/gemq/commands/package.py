@@ -14,7 +14,7 @@ from gemq.serve.serve import PROFILES
 ARENAS = ("efficient-gemma", "lowbarena")
 _ONLY = {
     "efficient-gemma": ("--copy", "--dependency"),
-    "lowbarena": ("--task", "--split", "--method", "--kv-cache", "--plugin", "--engine-repo", "--engine-revision", "--engine-subdir"),
+    "lowbarena": ("--task", "--split", "--method", "--kv-cache", "--engine-repo", "--engine-revision", "--engine-subdir"),
 }
 
 
@@ -27,7 +27,9 @@ def package(
     measured: Annotated[
         list[Path] | None, typer.Option(help="JSON that gemq eval-ppl or eval-kl wrote, for the README's numbers; say it again for more.")
     ] = None,
-    profile: Annotated[str | None, typer.Option(help=f"What vLLM is set for: {', '.join(PROFILES)}. Else the arena's usual one.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(help=f"What vLLM is set for: {', '.join(PROFILES)}, or a tuned profile.json. Else the arena's usual one.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="The submission's name; on LowBArena's board the checkpoint's.")] = None,
     description: Annotated[str | None, typer.Option(help="One line on it; LowBArena keeps it as private notes.")] = None,
     copy: Annotated[bool, typer.Option("--copy", help="Copy the checkpoint's files; else they are hard links where the disk allows.")] = False,
@@ -36,7 +38,9 @@ def package(
     split: Annotated[str | None, typer.Option(help="LowBArena: dev (never ranked; the default) or test (scored).")] = None,
     method: Annotated[str | None, typer.Option(help="LowBArena: the method's name on the board; else gemq-RECIPE.")] = None,
     kv_cache: Annotated[str | None, typer.Option(help="LowBArena: the KV cache's type, auto or fp8.")] = None,
-    plugin: Annotated[Path | None, typer.Option(help="LowBArena: a vLLM plugin's package, put into engine/plugin.")] = None,
+    plugin: Annotated[
+        str | None, typer.Option(help="An engine plugin: gemq-int4 is gemq's own; LowBArena takes a directory with a vLLM plugin too.")
+    ] = None,
     engine_repo: Annotated[str | None, typer.Option(help="LowBArena: a repository that holds engine/, in place of the archive.")] = None,
     engine_revision: Annotated[str | None, typer.Option(help="LowBArena: the commit there, 40 hex digits.")] = None,
     engine_subdir: Annotated[str | None, typer.Option(help="LowBArena: engine's folder there.")] = None,
@@ -48,7 +52,7 @@ def package(
     if arena not in ARENAS:
         raise UsageError(f"--arena is {arena!r}", f"give {' or '.join(ARENAS)}")
     given = {"--copy": copy, "--dependency": dependency, "--task": task, "--split": split, "--method": method, "--kv-cache": kv_cache,
-             "--plugin": plugin, "--engine-repo": engine_repo, "--engine-revision": engine_revision, "--engine-subdir": engine_subdir}
+             "--engine-repo": engine_repo, "--engine-revision": engine_revision, "--engine-subdir": engine_subdir}
     for other, options in _ONLY.items():
         foreign = next((option for option in options if other != arena and given[option]), None)
         if foreign:
@@ -61,7 +65,9 @@ def package(
 
     from gemq.serve import efficient_gemma, lowbarena
     from gemq.serve.package import Hub, Order, read_checkpoint, read_measured
+    from gemq.serve.wheel import resolve
 
+    source = resolve(plugin, arena, directories=arena == lowbarena.ARENA) if plugin else None
     hub = Hub(repo, revision) if repo and revision else None
     read = read_checkpoint(checkpoint)
     numbers = [read_measured(path, read) for path in measured or ()]
@@ -69,11 +75,11 @@ def package(
     made: dict[str, Any]
     if arena == efficient_gemma.ARENA:
         chosen = tuple(dependency) if dependency else efficient_gemma.DEPENDENCIES
-        made = efficient_gemma.make(order, output_directory, copy=copy, dependencies=chosen)
+        made = efficient_gemma.make(order, output_directory, copy=copy, dependencies=chosen, plugin=source)
     else:
         repository = (engine_repo, engine_revision, engine_subdir) if engine_repo and engine_revision else None
         made = lowbarena.make(order, output_directory, task=task or "", split=split or "dev", method=method or "",
-                              kv_cache_dtype=kv_cache or "auto", plugin=plugin, repository=repository)
+                              kv_cache_dtype=kv_cache or "auto", plugin=source, repository=repository)
     size = f"\nengine: {made['archive_bytes']} bytes in submission.json" if made.get("archive_bytes") else ""
     output.result({"package": str(output_directory), "arena": arena, **made},
                   f"{output_directory}: a package for {arena}\ncheckpoint: {made['checkpoint']}{size}")

@@ -20,7 +20,9 @@ def serve(
     path: Annotated[Path, typer.Argument(metavar="CHECKPOINT_OR_SUBMISSION", help="What quantize or package wrote.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    profile: Annotated[str | None, typer.Option(help=f"What vLLM is set for: {', '.join(PROFILES)} (else single-stream).")] = None,
+    profile: Annotated[
+        str | None, typer.Option(help=f"What vLLM is set for: {', '.join(PROFILES)}, or a tuned profile.json (else single-stream).")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="The model's name at the endpoint; else the manifest's, else the directory's.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="A directory in place of what a submission names.")] = None,
     python: Annotated[Path | None, typer.Option(help="Python of an environment with vLLM; else .venv-vllm, else this one.")] = None,
@@ -33,8 +35,10 @@ def serve(
     from gemq.serve import server as room
 
     output.mode.json = output.mode.json or json_
-    if profile is not None and profile not in PROFILES:
-        raise UsageError(f"--profile {profile!r} is unknown", f"valid are {', '.join(PROFILES)}")
+    if profile is not None:
+        from gemq.serve.profile import require_profile
+
+        profile = require_profile(profile)
     port = port or room.free_port(host)
     log = log or Path(f"gemq-serve-{port}.log")
     up = False

@@ -1,0 +1,340 @@
+r"""Two configurations of a server measured against each other: pairs of runs, the test that decides, greedy ids, and a long prompt scored.
+
+- A run asks the same prompts for the same number of tokens; its speed is tokens a second, over several loads their geometric mean.
+- Runs come in pairs, in the order B A, A B, B A ...: a drift of the machine's clock hits both sides alike. With room for two servers both
+  stay up; with room for one, each run after the other side's is in a fresh start.
+- B is faster beyond the noise if the lower bound of the paired ratio is above a floor: with d_i = ln(B_i / A_i) over n pairs, mean(d) -
+  t_{n-1} s_d / sqrt(n) > ln(floor), t being Student's quantile at 1 - 0.05 / m for m candidates (Bonferroni: among all of them noise wins at
+  most once in twenty tunes). The floor is how far two servers of one and the same configuration lay apart (at least 1).
+- A candidate whose upper bound is below 1 is slower, and is not measured to the end.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gemq import output
+from gemq.errors import GemqError, StoppedSafely
+from gemq.eval.bench import measure
+from gemq.eval.decoded import DecodeRecord
+from gemq.eval.endpoint import Endpoint
+from gemq.eval.greedy import capture, judge_by_records, margin_by_target
+from gemq.eval.load import Finished, drive
+from gemq.eval.records import Record
+from gemq.eval.statistics import t_quantile
+from gemq.eval.workloads import Load, Prompt
+from gemq.serve.server import Server
+
+FAMILY_ERROR = 0.05
+LEAST_PAIRS = 2
+# what vLLM says of the kernels and backends that it took
+_TAKEN = re.compile(r"(?:Using|Selected) (?:AttentionBackendEnum\.)?(\w+LinearKernel|\w+(?= (?:attention )?backend))")
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The paired ratio B / A of `pairs` pairs with its two one-sided bounds (None for a single pair)."""
+
+    pairs: int
+    ratio: float
+    lower: float | None
+    upper: float | None
+
+
+def paired_ratio(pairs: Sequence[tuple[float, float]], confidence: float) -> Ratio:
+    """The geometric mean of B / A over pairs (A, B), and t bounds on it, each one-sided at `confidence`."""
+    logs = [math.log(b / a) for a, b in pairs]
+    n = len(logs)
+    mean = math.fsum(logs) / n
+    if n < 2:
+        return Ratio(n, math.exp(mean), None, None)
+    reach = t_quantile(n - 1, confidence) * math.sqrt(math.fsum((each - mean) ** 2 for each in logs) / (n - 1) / n)
+    return Ratio(n, math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A prompt on which ids part: where, and how far the reference's token lies behind there (nats; None where nothing tells)."""
+
+    id: str
+    at: int
+    margin_nats: float | None
+
+
+@dataclass
+class Trial:
+    """One candidate against one incumbent: speeds of its pairs (A, B), what failed, where ids part, and what vLLM took for it.
+
+    `checked` is the number of prompts whose ids were compared: 0 where it wasn't worth it, since it was no faster.
+    """
+
+    switch: str
+    value: str
+    settings: dict[str, str]
+    against: dict[str, str]
+    words: str = ""
+    pairs: list[tuple[float, float]] = field(default_factory=list)
+    failure: str = ""
+    checked: int = 0
+    divergences: list[Divergence] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """A line of the journal."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, line: dict[str, Any]) -> Trial:
+        """The trial that `to_json` wrote; raises KeyError, TypeError or ValueError on anything else."""
+        made = cls(**line)
+        made.pairs = [(float(a), float(b)) for a, b in made.pairs]
+        made.divergences = [Divergence(**each) for each in line["divergences"]]
+        return made
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """The decision: `confidence` of each bound, the `floor` that a lower bound must exceed, near-ties up to `tolerance` nats are no divergence."""
+
+    confidence: float
+    floor: float = 1.0
+    tolerance: float = 0.0
+
+    def divergent(self, trial: Trial) -> list[Divergence]:
+        """The divergences that count: without a tolerance all of them, a tie of two scores too."""
+        return [each for each in trial.divergences if not self.tolerance or each.margin_nats is None or each.margin_nats > self.tolerance]
+
+    def faster(self, pairs: Sequence[tuple[float, float]]) -> bool:
+        """Whether B is faster than A beyond the noise."""
+        return len(pairs) >= LEAST_PAIRS and (paired_ratio(pairs, self.confidence).lower or 0.0) > self.floor
+
+    def slower(self, pairs: Sequence[tuple[float, float]]) -> bool:
+        """Whether B can be given up already."""
+        return len(pairs) >= LEAST_PAIRS and (paired_ratio(pairs, self.confidence).upper or math.inf) < 1
+
+    def verdict(self, trial: Trial) -> tuple[bool, str]:
+        """Whether the trial's candidate is kept, and why or why not, in words."""
+        if trial.failure:
+            return False, trial.failure
+        if self.slower(trial.pairs):
+            return False, "slower"
+        if not self.faster(trial.pairs):
+            return False, "not faster beyond the noise"
+        bad = self.divergent(trial)
+        if bad:
+            apart = "" if bad[0].margin_nats is None else f" ({bad[0].margin_nats:.3f} nats apart)"
+            return False, f"faster, but {len(bad)} of {trial.checked} prompts decode to other ids, {bad[0].id} from token {bad[0].at}{apart}"
+        ties = len(trial.divergences)
+        return True, "kept" + (f"; {ties} of {trial.checked} prompts part at near-ties within {self.tolerance:g} nats" if ties else "")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a run asks (loads with their prompts), and what ids and scores are compared on. `pairs` is how many pairs of runs."""
+
+    loads: tuple[Load, ...]
+    prompts: dict[str, list[Prompt]]
+    pairs: int
+    greedy: tuple[Prompt, ...]
+    greedy_tokens: int
+    scored: tuple[int, ...]
+
+
+@dataclass
+class Running:
+    """A server that answers, and what it took."""
+
+    endpoint: Endpoint
+    server: Server
+    taken: list[str]
+    warm: bool = False
+
+
+class CandidateFailed(Exception):
+    """The candidate's own server didn't start, died or refused: why."""
+
+
+class Servers:
+    """At most `room` servers by configuration, started as they are needed or ahead; the one that was used least lately makes room."""
+
+    def __init__(self, room: int, start: Callable[[dict[str, str]], Any]) -> None:
+        self.room, self._start = room, start
+        self._stacks: dict[str, tuple[ExitStack, Callable[[], Server]]] = {}
+        self._running: dict[str, Running] = {}
+
+    @staticmethod
+    def _name(settings: dict[str, str]) -> str:
+        return repr(sorted(settings.items()))
+
+    def ahead(self, many: Iterable[dict[str, str]]) -> None:
+        """Start as many of them as there is room for, and don't wait."""
+        for settings in many:
+            if len(self._stacks) < self.room and self._name(settings) not in self._stacks:
+                self._launch(settings)
+
+    def _launch(self, settings: dict[str, str]) -> None:
+        stack = ExitStack()
+        self._stacks[self._name(settings)] = stack, stack.enter_context(self._start(settings))
+
+    def get(self, settings: dict[str, str], keep: Sequence[dict[str, str]] = ()) -> Running:
+        """The server of `settings`, started if it isn't up, at the cost of one that is not in `keep`; raises GemqError with why it doesn't start."""
+        name = self._name(settings)
+        if name not in self._stacks:
+            kept = {self._name(each) for each in keep}
+            while len(self._stacks) >= self.room:
+                others = [each for each in self._stacks if each not in kept] or list(self._stacks)
+                self.end(others[0])
+            self._launch(settings)
+        stack, ready = self._stacks.pop(name)
+        self._stacks[name] = stack, ready  # the last used is the last to go
+        if name not in self._running:
+            try:
+                server = ready()
+                text = server.log.read_text(encoding="utf-8", errors="replace")
+                taken = sorted(set(_TAKEN.findall(text)))
+                self._running[name] = Running(Endpoint.open(f"{server.url}#{server.model}"), server, taken)
+            except BaseException:
+                self.end(name)
+                raise
+        return self._running[name]
+
+    def reason(self, settings: dict[str, str], error: GemqError) -> str:
+        """Why the server of `settings` failed with `error`: the engine's own words where it has ended."""
+        running = self._running.get(self._name(settings))
+        for _ in range(8 if running and isinstance(error, StoppedSafely) else 0):
+            assert running is not None
+            try:
+                running.server.require_alive()
+            except GemqError as better:
+                return better.message
+            time.sleep(0.25)  # its connections are gone before it is
+        return error.message
+
+    def drop(self, settings: dict[str, str]) -> None:
+        """End the server of `settings`, if it is up."""
+        self.end(self._name(settings))
+
+    def end(self, name: str) -> None:
+        """End a server by its name here."""
+        self._running.pop(name, None)
+        if name in self._stacks:
+            self._stacks.pop(name)[0].close()
+
+    def close(self) -> None:
+        """End all of them, also where ending one is interrupted."""
+        with ExitStack() as rest:
+            for name in list(self._stacks):
+                rest.callback(self.end, name)
+
+
+def speed(running: Running, question: Question) -> float:
+    """Tokens a second of one run; the first on a server is preceded by warm-ups."""
+    logs = []
+    for load in question.loads:
+        warmed = load.model_copy(update={"warmups": 0 if running.warm else max(1, load.warmups)})
+        answers: list[Finished] = []
+        prompts = question.prompts[load.name]
+        drive(running.endpoint, warmed, prompts, range(len(prompts)), answers.append)
+        logs.append(math.log(measure(0, answers).tps))
+    running.warm = True
+    return math.exp(math.fsum(logs) / len(logs))
+
+
+def reference_ids(running: Running, question: Question) -> list[DecodeRecord]:
+    """What the server decodes greedily for each prompt."""
+    records: list[DecodeRecord] = []
+    with running.endpoint.connected() as connection:
+        capture(connection, question.greedy, [question.greedy_tokens] * len(question.greedy), records.append)
+    return records
+
+
+def compare_ids(running: Running, question: Question, reference: Sequence[DecodeRecord]) -> list[Divergence]:
+    """Where the server's greedy ids part from `reference`, prompt by prompt, with the margin by its own scores; and a long prompt is scored.
+
+    Raises as Connection.score does where the server can't score a window any more, as it must for a judge.
+    """
+    compared = {record.id for record in reference}
+    prompts = [prompt for prompt in question.greedy if prompt.id in compared]
+    found: list[Divergence] = []
+    with running.endpoint.connected() as connection:
+        judge = judge_by_records(reference, margin_by_target(connection), 0.0)
+        ours: list[DecodeRecord] = []
+        capture(connection, prompts, [question.greedy_tokens] * len(prompts), ours.append)
+        for record in ours:
+            one = judge(record)
+            if one.divergence is not None:
+                found.append(Divergence(one.id, one.divergence, one.margin_nats))
+            elif one.near_ties:  # the same score, another id
+                found.append(Divergence(one.id, one.tokens - 1, 0.0))
+        connection.score(Record("window", question.scored, 1, f"a window of {len(question.scored)} tokens"))
+    return found
+
+
+def run_trial(trial: Trial, servers: Servers, question: Question, test: Criterion, reference: Sequence[DecodeRecord], same: Sequence[str] = (),
+              *, alone: bool = False) -> None:  # fmt: skip
+    """Fill `trial` in: measure it against its incumbent, and if it is faster, compare its ids and score a window.
+
+    `same` names what vLLM took for the incumbent where taking the same means that the switch did nothing; `alone` leaves no server up beside
+    the one that is measured. Raises StoppedSafely where the incumbent's own server fails.
+    """
+    try:
+        _measure(trial, servers, question, test, same, alone)
+        if not trial.failure and test.faster(trial.pairs):
+            candidate = _of_candidate(trial, servers, lambda running: running)
+            trial.divergences = _of_candidate(trial, servers, lambda running: compare_ids(running, question, reference))
+            trial.checked = len(reference)
+            trial.taken = candidate.taken
+    except CandidateFailed as failure:
+        trial.failure = str(failure)
+        servers.drop(trial.settings)
+
+
+def _of_candidate(trial: Trial, servers: Servers, ask: Callable[[Running], Any]) -> Any:
+    try:
+        return ask(servers.get(trial.settings, keep=[trial.against]))
+    except GemqError as error:
+        if error.exit_code == 130:
+            raise
+        raise CandidateFailed(servers.reason(trial.settings, error)) from error
+
+
+def _measure(trial: Trial, servers: Servers, question: Question, test: Criterion, same: Sequence[str], alone: bool) -> None:
+    def of_incumbent() -> float:
+        if alone:
+            servers.drop(trial.settings)
+        try:
+            return speed(servers.get(trial.against, keep=[trial.settings]), question)
+        except GemqError as error:
+            if error.exit_code == 130:
+                raise
+            raise StoppedSafely(f"the server that candidates are compared with failed: {servers.reason(trial.against, error)}",
+                                "run the same command again") from error  # fmt: skip
+
+    def of_candidate() -> float:
+        if alone:
+            servers.drop(trial.against)
+        return float(_of_candidate(trial, servers, lambda running: speed(running, question)))
+
+    trial.taken = _of_candidate(trial, servers, lambda running: running.taken)
+    if same and list(same) == trial.taken:
+        trial.failure = f"vLLM takes the same as before: {', '.join(same)}"
+        return
+    with output.progress(f"{trial.switch} {trial.value}", question.pairs, "pairs") as advance:
+        for number in range(question.pairs):
+            if number % 2:
+                a = of_incumbent()
+                b = of_candidate()
+            else:
+                b = of_candidate()
+                a = of_incumbent()
+            trial.pairs.append((a, b))
+            advance(1, f"{paired_ratio(trial.pairs, test.confidence).ratio:.3f}")
+            if test.slower(trial.pairs):
+                return

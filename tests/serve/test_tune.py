@@ -1,0 +1,299 @@
+"""What `gemq tune` promises, with a stand-in for vLLM: what is faster and decodes the same wins, nothing else does, and a kill costs one trial."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from fake_vllm import seal, wait_until
+from switchable_vllm import make_checkpoint, make_environment
+from typer.testing import CliRunner
+
+from gemq import output
+from gemq.commands import tune as command
+from gemq.errors import IntegrityError, UsageError
+from gemq.serve.profile import read_profile
+from gemq.serve.trials import Criterion, Divergence, Trial, paired_ratio
+from gemq.serve.tune import Journal
+
+RUN = """
+import sys
+import typer
+from gemq import output
+from gemq.commands.tune import register
+from gemq.errors import GemqError
+app = typer.Typer()
+app.callback()(lambda: None)
+register(app)
+try:
+    sys.exit(app(["tune", *sys.argv[1:]], standalone_mode=False))
+except GemqError as error:
+    output.error(error.message, error.next_step)
+    sys.exit(error.exit_code)
+"""
+QUICK = ("--requests", 1, "--tokens", 10, "--pairs", 4, "--greedy-prompts", 2, "--greedy-tokens", 12, "--workload", "WORKLOAD")
+
+
+@pytest.fixture(scope="session")
+def cpu_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_environment(tmp_path_factory.mktemp("cpu"))
+
+
+@pytest.fixture(scope="session")
+def gpu_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_environment(tmp_path_factory.mktemp("gpu"), "0.26.0")
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint with a seal, and an environment in which starts are counted."""
+    folder = make_checkpoint(tmp_path / "model")
+    seal(folder)
+    (tmp_path / "load.yaml").write_text("name: quick\nloads: [{name: quick, requests: 1, output_tokens: 10, input_tokens: 12}]\n")
+    monkeypatch.setenv("FAKE_STARTS", str(tmp_path / "starts"))
+    return folder
+
+
+def arguments(model: Path, python: Path, *more: object) -> list[str]:
+    quick = [str(model.parent / "load.yaml") if each == "WORKLOAD" else str(each) for each in QUICK]
+    return [str(model), "--python", str(python), "--servers", "2", *quick, *map(str, more), "--json"]
+
+
+def run(model: Path, python: Path, *more: object) -> dict[str, Any]:
+    """`gemq tune --json`; raises what it raises."""
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    command.register(app)
+    result = CliRunner().invoke(app, ["tune", *arguments(model, python, *more)])
+    output.mode.json = False
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def behave(monkeypatch: pytest.MonkeyPatch, **words: dict[str, Any]) -> None:
+    monkeypatch.setenv("FAKE_BEHAVIOR", json.dumps(words))
+
+
+def verdicts(found: dict[str, Any]) -> dict[str, str]:
+    return {f"{trial['switch']} {trial['value']}": trial["verdict"] for trial in found["trials"]}
+
+
+def starts(model: Path) -> list[str]:
+    return (model.parent / "starts").read_text().splitlines()
+
+
+def test_what_is_faster_and_decodes_the_same_wins_and_its_profile_serves(model: Path, cpu_python: Path, tmp_path: Path,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    behave(monkeypatch, **{"--enforce-eager=False": {"speed": 3.0}, "VLLM_CPU_OMP_THREADS_BIND=auto": {"speed": 3.0, "shift": True},
+                           "--block-size=32": {"noise": 0.4}, "--block-size=64": {"fail": "ValueError: blocks of 64 are not taken"},
+                           "VLLM_CPU_ATTN_SPLIT_KV=0": {"dies": 3}})
+    out = tmp_path / "out"
+    switches = [part for name in ("compilation", "threads", "block-size", "split-kv") for part in ("--switch", name)]
+    found = run(model, cpu_python, *switches, "--output", out)
+    told = verdicts(found)
+    assert told["compilation compiled"] == "kept"
+    assert told["threads bound"].startswith("faster, but 2 of 2 prompts decode to other ids")
+    assert told["block-size 32"] in ("not faster beyond the noise", "slower")
+    assert "blocks of 64 are not taken" in told["block-size 64"]
+    assert "out of luck" in told["split-kv off"]
+    assert told["all together"] == "kept"
+    assert found["settings"] == {"compilation": "compiled"}
+    profile = read_profile(out / "profile.json")
+    assert profile.arguments == ["--no-enforce-eager"]
+    assert profile.measured is not None
+    assert 2 < profile.measured.ratio < 4
+    assert profile.measured.confirmed
+    written = json.loads((out / "tune.json").read_text())
+    assert written.pop("engine")["vllm"] == "0.32.0"
+    assert written.pop("loads")[0]["output_tokens"] == 10
+    assert written == found
+    assert not (out / "candidates").exists()
+    with pytest.raises(UsageError, match="exists already"):
+        run(model, cpu_python, "--output", out)
+
+
+def test_on_a_gpu_kernels_behind_vllms_own_are_reached_and_the_same_kernel_is_not_measured(
+        model: Path, gpu_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setenv("PATH", f"{gpu_python.parent}:{os.environ['PATH']}")
+    behave(monkeypatch, **{"VLLM_DISABLED_KERNELS=MacheteLinearKernel": {"speed": 3}, "--performance-mode=interactivity": {"speed": 0.5},
+                           "VLLM_DISABLED_KERNELS=MacheteLinearKernel,MarlinLinearKernel": {"speed": 0.3}})
+    found = run(model, gpu_python, *[part for name in ("kernel", "attention", "performance-mode") for part in ("--switch", name)],
+                "--output", tmp_path / "out", "--no-confirm")  # fmt: skip
+    told = verdicts(found)
+    assert told["kernel MarlinLinearKernel"] == "kept"
+    assert told["kernel ExllamaLinearKernel"] == "slower"
+    assert told["attention TRITON_ATTN"].startswith("vLLM takes the same as before: MarlinLinearKernel, TRITON_ATTN")
+    assert told["performance-mode interactivity"] == "slower"
+    profile = read_profile(tmp_path / "out" / "profile.json")
+    assert profile.environment == {"VLLM_DISABLED_KERNELS": "MacheteLinearKernel"}
+    assert (profile.made_for.card, profile.made_for.vllm, profile.made_for.platform) == ("Stand-in H1", "0.26.0", "cuda")
+    assert profile.measured is not None
+    assert not profile.measured.confirmed
+    left = {(each["switch"], each["value"]): each["why"] for each in found["left_out"]}
+    assert "flashinfer" in left["attention", "FLASHINFER"]
+    assert left["performance-mode", "throughput"] == "vLLM 0.26.0 takes balanced, interactivity"
+    # several servers share the card by what they are told, not by what each finds free
+    assert all("--kv-cache-memory-bytes" in line and "--gpu-memory-utilization 0.450" in line for line in starts(model))
+
+
+def test_a_head_that_a_backend_does_not_take_costs_no_start(tmp_path: Path, gpu_python: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{gpu_python.parent}:{os.environ['PATH']}")
+    wide = make_checkpoint(tmp_path / "wide", heads=512, quantized=False)
+    plan = run(wide, gpu_python, "--dry-run")
+    left = {(each["switch"], each["value"]): each["why"] for each in plan["left_out"]}
+    assert left["attention", "FLASH_ATTN"] == "it has no heads of 512"
+    assert left["kernel", ""] == "the checkpoint's linears are not quantized"
+    assert ("attention", "TRITON_ATTN") in {(each["switch"], each["value"]) for each in plan["candidates"]}
+    assert left["runner", "v2"] == "vLLM 0.26.0 doesn't read VLLM_USE_V2_MODEL_RUNNER"
+    assert not (tmp_path / "starts").exists()
+
+
+def test_nothing_wins_where_nothing_is_faster_and_one_server_at_a_time_does(model: Path, cpu_python: Path, tmp_path: Path,
+                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    behave(monkeypatch, **{"OMP_WAIT_POLICY=ACTIVE": {"unscored": True, "speed": 4}})
+    found = run(model, cpu_python, "--switch", "waiting", "--servers", 1, "--pairs", 2, "--output", tmp_path / "out")
+    assert "prompt_logprobs are not there" in verdicts(found)["waiting spinning"]
+    assert found["profile"] is None
+    assert not (tmp_path / "out" / "profile.json").exists()
+    assert (tmp_path / "out" / "logs").is_dir()
+
+
+def test_a_start_that_hangs_costs_its_timeout_and_minutes_end_the_search(model: Path, cpu_python: Path, tmp_path: Path,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    behave(monkeypatch, **{"VLLM_CPU_ATTN_SPLIT_KV=0": {"hang": True}})
+    monkeypatch.setattr(Journal, "spent", property(lambda journal: 0.0 if len(journal.trials) < 2 else 3601.0))
+    found = run(model, cpu_python, "--switch", "block-size", "--switch", "split-kv", "--start-timeout", 5, "--output", tmp_path / "out")
+    assert "does not answer after 5 s" in verdicts(found)["split-kv off"]
+    assert {each["value"] for each in found["left_out"] if each["why"] == "no time was left: give more --minutes"} == {"32", "64"}
+    assert len(starts(model)) == 3
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_stopped_search_goes_on(how: signal.Signals, model: Path, cpu_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    behave(monkeypatch, **{"--block-size=32": {"speed": 3}, "--block-size=64": {"speed": 0.9}})
+    out = tmp_path / "out"
+    more = ("--switch", "block-size", "--switch", "split-kv", "--output", out)
+    process = subprocess.Popen([sys.executable, "-c", RUN, *arguments(model, cpu_python, *more)], stdout=subprocess.DEVNULL,
+                               stderr=open(tmp_path / "err", "w"), start_new_session=True)  # noqa: SIM115
+    journal = tmp_path / "out.partial" / "tried.jsonl"
+
+    def first_is_kept() -> bool:
+        assert process.poll() is None, (tmp_path / "err").read_text()
+        return journal.exists() and '"block-size": "32"}' in journal.read_text() and len(starts(model)) >= 4
+
+    wait_until(first_is_kept, 90, "the first trial is in the journal, and the second under way")
+    process.send_signal(how)
+    code = process.wait(60)
+    assert code == (-9 if how is signal.SIGKILL else 130), (tmp_path / "err").read_text()
+    if how is signal.SIGINT:
+        assert "trials are kept" in (tmp_path / "err").read_text()
+    assert not out.exists()
+    with open(journal, "a") as file:
+        file.write('{"trial": {"switch": "half a li')  # as a kill may leave it
+    before = len(starts(model))
+    kept = journal.read_text().count('"trial"')
+    with pytest.raises(UsageError, match=r"another search \(it differs in greedy\)"):
+        run(model, cpu_python, *more, "--greedy-tokens", 13)
+    found = run(model, cpu_python, *more)
+    assert found["settings"] == {"block-size": "32"}
+    assert not any("--block-size 32" not in line and "--block-size 64" not in line and "--no-enforce" in line for line in starts(model)[before:])
+    assert kept >= 2
+    # the baseline's second start and the trials in the journal were not made again: the incumbent, what was left, and the last check were
+    assert len(starts(model)) - before <= 2 + 2 + 2
+    assert not (tmp_path / "out.partial.lock").exists()
+
+
+@pytest.mark.parametrize(("more", "named"), [
+    (("--output", "OUT", "--switch", "turbo"), "valid are kernel"), (("--output", "OUT", "--tolerance", "-1"), "--tolerance"),
+    (("--output", "OUT", "--profile", "fast"), "--profile 'fast'"), (("--output", "OUT", "--drafter", "."), "--drafter"),
+    (("--output", "OUT", "--workload", "none"), "workload"), ((), "--output is missing"),
+    (("--output", "OUT", "--switch", "kernel"), "there is nothing to try"), (("--output", "OUT", "--python", "/nowhere/python"), "/nowhere/python"),
+])  # fmt: skip
+def test_bad_input_is_told_before_anything_starts(more: tuple[str, ...], named: str, model: Path, cpu_python: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        run(model, cpu_python, *[str(tmp_path / "out") if each == "OUT" else each for each in more])
+    assert named in caught.value.message + caught.value.next_step
+    assert not (tmp_path / "starts").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_targets_that_cannot_be_started_are_refused(model: Path, cpu_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for target in ("http://127.0.0.1:1", str(tmp_path / "nothing")):
+        app = typer.Typer()
+        app.callback()(lambda: None)
+        command.register(app)
+        result = CliRunner().invoke(app, ["tune", target, *arguments(model, cpu_python, "--dry-run")[1:]])
+        output.mode.json = False
+        assert isinstance(result.exception, UsageError)
+        assert "a submission's directory" in result.exception.next_step
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "X")
+    with pytest.raises(UsageError, match="VLLM_DISABLED_KERNELS is set here"):
+        run(model, cpu_python, "--dry-run")
+
+
+def test_a_baseline_that_never_repeats_itself_is_refused(model: Path, cpu_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gemq.serve import tune_job
+
+    make = tune_job.start_with
+
+    def start_with(*some: Any) -> Callable[[dict[str, str]], Any]:
+        start = make(*some)
+
+        def other(settings: dict[str, str]) -> Any:
+            monkeypatch.setenv("FAKE_BEHAVIOR", json.dumps({"--host=127.0.0.1": {"shift": "baseline" in settings}}))
+            return start(settings)
+
+        return other
+
+    monkeypatch.setattr(tune_job, "start_with", start_with)
+    with pytest.raises(IntegrityError, match="decode every prompt to other ids"):
+        run(model, cpu_python, "--switch", "split-kv", "--output", tmp_path / "out")
+
+
+def simulated(rng: random.Random, gain: float, noise: float, pairs: int) -> list[tuple[float, float]]:
+    return [(100 * (1 + rng.gauss(0, noise)), 100 * gain * (1 + rng.gauss(0, noise))) for _ in range(pairs)]
+
+
+def test_noise_wins_in_no_more_than_one_tune_in_twenty() -> None:
+    rng = random.Random(5)
+    candidates, wins = 14, 0
+    test = Criterion(1 - 0.05 / candidates)
+    for _ in range(400):
+        wins += any(test.faster(simulated(rng, 1.0, 0.02, 6)) for _ in range(candidates))
+    assert wins <= 400 * 0.05 + 3 * (400 * 0.05 * 0.95) ** 0.5
+    # and what is really faster isn't overlooked: 7% at the 0.3% of a quiet machine
+    assert all(test.faster(simulated(rng, 1.07, 0.003, 6)) for _ in range(100))
+
+
+def test_the_bounds_of_a_paired_ratio_are_the_textbooks() -> None:
+    # ln ratios 0.1, 0.2, 0.3: mean 0.2, s 0.1, t_{2, 0.95} = 2.919986
+    found = paired_ratio([(1.0, 1.1051709180756477), (2.0, 2.44280551632034), (1.0, 1.3498588075760032)], 0.95)
+    assert found.ratio == pytest.approx(1.2214027581601699)
+    assert found.lower == pytest.approx(2.718281828 ** (0.2 - 2.919986 * 0.1 / 3**0.5), rel=1e-6)
+    assert found.upper == pytest.approx(2.718281828 ** (0.2 + 2.919986 * 0.1 / 3**0.5), rel=1e-6)
+
+
+def test_a_candidate_is_kept_only_above_the_floor_and_with_the_same_ids() -> None:
+    trial = Trial("x", "y", {}, {}, pairs=[(100.0, 103.0), (100.0, 103.1), (100.0, 102.9)], checked=8)
+    assert Criterion(0.99).verdict(trial) == (True, "kept")
+    assert Criterion(0.99, floor=1.04).verdict(trial) == (False, "not faster beyond the noise")
+    trial.divergences = [Divergence("p1", 13, 0.03)]
+    kept, why = Criterion(0.99).verdict(trial)
+    assert not kept
+    assert why == "faster, but 1 of 8 prompts decode to other ids, p1 from token 13 (0.030 nats apart)"
+    assert Criterion(0.99, tolerance=0.05).verdict(trial)[0]
+    trial.divergences = [Divergence("p1", 13, None)]
+    assert not Criterion(0.99, tolerance=0.05).verdict(trial)[0], "a margin that nobody knows is none within the tolerance"
+    assert not Criterion(0.99).verdict(Trial("x", "y", {}, {}, pairs=[(1.0, 9.0)]))[0], "a single pair decides nothing"
