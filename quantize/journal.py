@@ -19,6 +19,7 @@ from gemq.output import note, warn
 from gemq.shards import ShardWriter
 
 Resume = Literal["auto", "required", "never"]
+_FILE = "journal.json"
 
 
 def canonical(data: Any) -> bytes:
@@ -45,7 +46,7 @@ class Journal:
 
     def save(self) -> None:
         """Write the journal, with a digest over itself."""
-        body = {"version": 1, "job": self.job, "parts": self.parts, "reports": self.reports}
+        body = {"version": 1, "job": self.job, "parts": self.parts, "reports": dict(self.reports)}  # a copy: another thread may add to it
         write_file(self.path, json.dumps({"sha256": hashlib.sha256(canonical(body)).hexdigest(), "body": body}, indent=1) + "\n")
 
     def finish(self, part: str, writer: ShardWriter, names: list[str]) -> None:
@@ -65,9 +66,17 @@ class Journal:
         return False
 
 
-def open_journal(partial: Path, job: dict[str, Any], resume: Resume) -> Journal:
-    """The journal of `job` in `partial`, with what an earlier run finished; raises UsageError where `resume` forbids going on or starting."""
-    path = partial / "journal.json"
+def is_fresh(partial: Path, resume: Resume) -> bool:
+    """Whether a job in `partial` would start from nothing, whatever it is."""
+    return resume == "never" or (resume == "auto" and not (partial / _FILE).exists())
+
+
+def open_journal(partial: Path, job: dict[str, Any], resume: Resume, *, save: bool = True) -> Journal:
+    """The journal of `job` in `partial`, with what an earlier run finished; raises UsageError where `resume` forbids going on or starting.
+
+    save: whether a fresh journal is written now; else `job` may still be completed, until the first part is recorded.
+    """
+    path = partial / _FILE
     found = None if resume == "never" else _read(path)
     if found is not None and found["job"] != job:
         changed = sorted(key for key in {*found["job"], *job} if found["job"].get(key) != job.get(key))
@@ -82,7 +91,8 @@ def open_journal(partial: Path, job: dict[str, Any], resume: Resume) -> Journal:
             shutil.rmtree(partial)
         (partial / "checkpoint").mkdir(parents=True)
         journal = Journal(path, job)
-        journal.save()
+        if save:
+            journal.save()
         return journal
     note(f"going on with {partial}: {len(found['parts'])} finished parts")
     (partial / "checkpoint").mkdir(exist_ok=True)

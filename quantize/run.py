@@ -6,7 +6,8 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from gemq.quantize import gptq
 from gemq.quantize.card import inherited_fields
 from gemq.quantize.checkpoint import accounts, write_companions
 from gemq.quantize.experts import solve_experts
-from gemq.quantize.journal import Journal, Resume, open_journal
-from gemq.quantize.loading import require_finite
+from gemq.quantize.gpu import budget_of
+from gemq.quantize.journal import Journal, Resume, is_fresh, open_journal
+from gemq.quantize.loading import FiniteCheck
+from gemq.quantize.phases import Phases
 from gemq.quantize.plan import Plan, Stored, Unit, stored_matrices
 from gemq.quantize.provenance import PROVENANCE_FILE
 from gemq.quantize.rtn import round_to_nearest
@@ -33,6 +36,7 @@ from gemq.quantize.scales import restore
 from gemq.quantize.seal import CARD_FILE, REPORTS, SealedFile, write_seal
 from gemq.quantize.skeleton import Matrix
 from gemq.quantize.walk import Walk, Walker
+from gemq.quantize.writing import ReadAhead, Request, Writing, threads_for
 from gemq.shards import ShardReader, ShardWriter
 from gemq.source import Source, file_hashes
 
@@ -53,16 +57,21 @@ class Job:
     seed: int
     device: str = "cpu"
     resume: Resume = "auto"
+    gpu_memory_bytes: int | None = None  # None: 8 GiB
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a quantization made: the directory, its seal's digest, the manifest, and the seconds until it could be measured."""
+    """What a quantization made: the directory, its seal's digest, the manifest, and the seconds until it could be measured.
+
+    phases: seconds by phase, sealing included; those named "beside" were spent by other threads meanwhile.
+    """
 
     directory: Path
     seal: str
     manifest: dict[str, Any]
     seconds: float
+    phases: dict[str, float] = field(default_factory=dict)
 
 
 def quantize(job: Job, measure: Callable[[Path], list[dict[str, Any]]] | None = None) -> Outcome:
@@ -78,16 +87,21 @@ def quantize(job: Job, measure: Callable[[Path], list[dict[str, Any]]] | None = 
     return_freed_memory()
     with atomic.locked(partial), atomic.disk_errors(job.output.parent):
         run = _Run(job, partial)
-        run.copy_rest()
-        run.solve()
-        manifest = run.manifest()
-        run.finish(manifest)
-        seconds = time.monotonic() - started
-        seal = write_seal(run.directory, run.describe(manifest, [] if measure is None else measure(run.directory)))
-        atomic.write_point("sealed")
-        atomic.publish(run.directory, job.output)
-        shutil.rmtree(partial)
-    return Outcome(job.output, seal, manifest, seconds)
+        try:
+            run.copy_rest()
+            run.solve()
+            manifest = run.manifest()
+            run.finish(manifest)
+            seconds = time.monotonic() - started
+            describe = run.describe(manifest, [] if measure is None else measure(run.directory))
+            with run.phases("seal"):
+                seal = write_seal(run.directory, describe, run.writing.hashes())
+                atomic.write_point("sealed")
+                atomic.publish(run.directory, job.output)
+                shutil.rmtree(partial)
+        finally:
+            run.stop()
+    return Outcome(job.output, seal, manifest, seconds, run.phases.seconds)
 
 
 def versions() -> dict[str, str]:
@@ -99,10 +113,18 @@ def versions() -> dict[str, str]:
 class _Run:
     def __init__(self, job: Job, partial: Path) -> None:
         self.job, self.plan, self.reader = job, job.plan, job.reader
+        self.phases, self._threads = Phases(job.device), threads_for(job.device)
+        self._budget = budget_of(job.plan, job.device, job.gpu_memory_bytes)
         needs = self.plan.recipe.needs_calibration
         if needs and job.calibration is None:
             raise UsageError(f"recipe {self.plan.recipe.name} needs a calibration set", "give --calibration")
-        self.hashes = file_hashes(job.source.directory)
+        # beside a GPU there is no need to wait for the source's digests before a fresh run begins, only before its first record
+        later = self._threads > 0 and is_fresh(partial, job.resume)
+        self._hashing: Future[dict[str, str]] | None = None
+        self.hashes: dict[str, str] = {}
+        if not later:
+            with self.phases("hash the source"):
+                self.hashes = file_hashes(job.source.directory)
         identity = {
             "source": self.hashes,
             "recipe": self.plan.recipe.model_dump(mode="json"),
@@ -116,31 +138,50 @@ class _Run:
         self.writer = ShardWriter(self.directory, self.plan.specs)
         already = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file()) if partial.exists() else 0
         atomic.require_space(job.output.parent, int((self.writer.total_bytes - already) * 1.01))
-        self.journal: Journal = open_journal(partial, identity, job.resume)
-        self.writer.allocate()
+        self.journal: Journal = open_journal(partial, identity, job.resume, save=not later)
+        with self.phases("allocate"):
+            self.writer.allocate()
         atomic.write_point("allocated")
+        self.writing = Writing(self.writer, self.journal, self.phases, self._threads, self._know_source if later else None)
+        if later:
+            pool = ThreadPoolExecutor(1, "source")
+            self._hashing = pool.submit(file_hashes, job.source.directory, show=False)
+            pool.shutdown(wait=False)
         self._parts: dict[str, list[Unit]] = {}
         for unit in self.plan.units:
             self._parts.setdefault(_part_of(unit), []).append(unit)
         self._held = {part for part in self._parts if self._holds(part)}
 
+    def _know_source(self) -> None:
+        assert self._hashing is not None
+        self.hashes = self.journal.job["source"] = self._hashing.result()
+
+    def stop(self) -> None:
+        """End what works beside the solving, before the lock on the output goes."""
+        self.writing.close()
+
     def _names(self, part: str) -> list[str]:
         return [spec.name for unit in self._parts[part] for spec in self.plan.written[unit.name]]
 
     def _holds(self, part: str) -> bool:
-        return self.journal.holds(part, self.writer, self._names(part))
+        return self._is_held(part, self._names(part))
+
+    def _is_held(self, part: str, names: list[str]) -> bool:
+        held = self.journal.holds(part, self.writer, names)
+        if held:
+            self.writing.held(names)
+        return held
 
     def copy_rest(self) -> None:
         """Copy, byte for byte, what is not quantized."""
         names = [spec.name for spec in self.plan.copied]
-        if self.journal.holds("copied", self.writer, names):
+        if self._is_held("copied", names):
             return
-        with output.progress("copying what stays as it is", sum(spec.nbytes for spec in self.plan.copied) // 1_000_000, "MB") as advance:
+        total = sum(spec.nbytes for spec in self.plan.copied) // 1_000_000
+        with self.phases("copy"), output.progress("copying what stays as it is", total, "MB") as advance:
             for spec in self.plan.copied:
-                self.writer.copy(self.reader, spec.name)
-                advance(spec.nbytes // 1_000_000, spec.name)
-        atomic.write_point("copied")
-        self.journal.finish("copied", self.writer, names)
+                self.writing.copy(self.reader, spec.name, lambda spec=spec: advance(spec.nbytes // 1_000_000, spec.name))  # type: ignore[misc]
+        self.writing.finish("copied", names, lambda: atomic.write_point("copied"))
 
     def solve(self) -> None:
         """Solve every unit: in a walk where calibration matters, else matrix by matrix."""
@@ -156,21 +197,28 @@ class _Run:
             if self.plan.recipe.needs_calibration and len(self._held) < len(self._parts):
                 assert self.job.calibration is not None
                 media = media_inputs(self.job.calibration.records, self.job.source.directory)
-                walk = Walk(self.plan, self.reader, self.job.calibration.windows, self.job.device, media)
+                walk = Walk(
+                    self.plan, self.reader, self.job.calibration.windows, self.job.device, media, budget=self._budget, phases=self.phases
+                )
                 walk.run(Walker(self._restored, self._solve_unit, lambda index: self._finish(f"layer {index}"), self._solve_experts))
             else:
-                for part, units in self._parts.items():
-                    if part not in self._held:
-                        for unit in units:
-                            self._solve_by_rows(unit, None)
+                left = [part for part in self._parts if part not in self._held]
+                ahead = self._read_ahead([unit for part in left for unit in self._parts[part]])
+                try:
+                    for part in left:
+                        for unit in self._parts[part]:
+                            self._solve_by_rows(unit, None, ahead)
                         self._finish(part)
+                finally:
+                    ahead.close()
             if _REST in self._parts:
                 self._finish(_REST)
+            with self.phases("wait for the disk"):
+                self.writing.drain()
 
     def _finish(self, part: str) -> None:
         if part in self._parts and part not in self._held:
-            atomic.write_point(f"solved:{part}")
-            self.journal.finish(part, self.writer, self._names(part))
+            self.writing.finish(part, self._names(part), lambda: atomic.write_point(f"solved:{part}"))
             self._held.add(part)
 
     def _restored(self, unit: Unit) -> list[torch.Tensor] | None:
@@ -200,7 +248,8 @@ class _Run:
             report["weight_error"] = _weight_error(stacked, restore(stored, scales, scheme))
         else:
             moments = hessian.mean(unit.name)
-            factorization = gptq.factorize(moments, self.plan.recipe.gptq, unit.name)
+            with self.phases("factorize"):
+                factorization = gptq.factorize(moments, self.plan.recipe.gptq, unit.name)
             stacked = gptq.target(stacked, factorization, hessian)  # the error is measured from there
             stored, scales = gptq.solve(stacked, factorization, scheme)
             report["output_error"] = gptq.output_error(stacked, stored, scales, scheme, moments)
@@ -212,29 +261,46 @@ class _Run:
         self._report(unit, report, started)
         return list(restore(stored, scales, scheme).split(sizes))
 
-    def _solve_by_rows(self, unit: Unit, hessian: gptq.Hessian | None) -> None:
+    def _pieces(self, unit: Unit) -> Iterator[tuple[Matrix, Stored, int, Request]]:
+        """The rows of `unit` that are solved at a time: its matrix, the whole that is stored, the first row there, where to read them."""
+        for matrix, whole in self._wholes(unit):
+            count = max(1, _ROWS_AT_ONCE // whole.in_features)
+            for first in range(0, whole.out_features, count):
+                yield matrix, whole, first, (matrix.tensor, whole.first_row + first, min(count, whole.out_features - first))
+
+    def _read_ahead(self, units: list[Unit]) -> ReadAhead:
+        requests = (request for unit in units for _, _, _, request in self._pieces(unit))
+        return ReadAhead(self.reader, requests, self.phases, self._threads, pinned=torch.device(self.job.device).type == "cuda")
+
+    def _solve_by_rows(self, unit: Unit, hessian: gptq.Hessian | None, ahead: ReadAhead | None = None) -> None:
         """Solve the matrices of `unit` in pieces of rows, read from the source: rows are independent, whatever the solver."""
         started, scheme = time.monotonic(), unit.scheme.weights
         device = torch.device(self.job.device)
         moments = None if hessian is None else hessian.mean(unit.name)
         factorization = None if moments is None else gptq.factorize(moments, self.plan.recipe.gptq, unit.name)
-        error = signal = 0.0
-        for matrix, whole in self._wholes(unit):
-            count = max(1, _ROWS_AT_ONCE // whole.in_features)
-            for first in range(0, whole.out_features, count):
-                rows = self.reader.read_slice(matrix.tensor, whole.first_row + first, min(count, whole.out_features - first))
-                rows = rows.to(device).to(torch.float32)
-                require_finite(rows, matrix.tensor)
-                if factorization is None:
-                    stored, scales = round_to_nearest(rows, scheme)
-                else:
-                    assert hessian is not None
-                    rows = gptq.target(rows, factorization, hessian)
-                    stored, scales = gptq.solve(rows, factorization, scheme)
-                difference = rows - restore(stored, scales, scheme)
-                error += (difference.square() if moments is None else (difference @ moments) * difference).sum().item()
-                signal += (rows.square() if moments is None else (rows @ moments) * rows).sum().item()
-                self._write(whole, first, stored, scales, unit)
+        sums, finite = [], FiniteCheck()
+        reading = ahead or self._read_ahead([unit])
+        try:
+            for matrix, whole, first, request in self._pieces(unit):
+                read = reading.take(*request)
+                with self.phases("round"):
+                    rows = read.to(device, non_blocking=True).to(torch.float32)
+                    finite.add(rows, matrix.tensor)
+                    if factorization is None:
+                        stored, scales = round_to_nearest(rows, scheme)
+                    else:
+                        assert hessian is not None
+                        rows = gptq.target(rows, factorization, hessian)
+                        stored, scales = gptq.solve(rows, factorization, scheme)
+                    difference = rows - restore(stored, scales, scheme)
+                    error = (difference.square() if moments is None else (difference @ moments) * difference).sum()
+                    sums.append((error, (rows.square() if moments is None else (rows @ moments) * rows).sum()))
+                    self._write(whole, first, stored, scales, unit)
+        finally:
+            if ahead is None:
+                reading.close()
+        finite.check()
+        error, signal = (sum(value.item() for value in values) for values in zip(*sums, strict=True))
         atomic.write_point(f"written:{unit.name}")
         report = {"scheme": unit.scheme.label(), "method": unit.method}
         self._report(unit, {**report, "weight_error" if moments is None else "output_error": error / signal if signal else 0.0}, started)
@@ -263,11 +329,11 @@ class _Run:
         for suffix, tensor in storage.to_tensors(stored, scales, unit.scheme, (whole.out_features, whole.in_features)).items():
             name, axis = f"{whole.module}.{suffix}", storage.OUTPUT_AXES[suffix]
             if axis is None:
-                self.writer.write(name, tensor)
+                self.writing.write(name, tensor)
             elif axis == 0:
-                self.writer.write_rows(name, first, tensor)
+                self.writing.write_rows(name, first, tensor)
             else:
-                self.writer.write_columns(name, first, tensor)
+                self.writing.write_columns(name, first, tensor)
 
     def _report(self, unit: Unit, report: dict[str, Any], started: float) -> None:
         self.journal.reports[unit.name] = report

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,6 +61,27 @@ class _Found:
     path: str
     full: str
     status: os.stat_result
+
+
+@dataclass(frozen=True)
+class Hashed:
+    """The SHA-256 of a file, and its size and time of change (nanoseconds) when it was read."""
+
+    sha256: bytes
+    size: int
+    changed_ns: int
+
+    def still(self, path: Path) -> bool:
+        """Whether the file is what was read, as far as size and time of change tell."""
+        status = os.lstat(path)
+        return stat.S_ISREG(status.st_mode) and (status.st_size, status.st_mtime_ns) == (self.size, self.changed_ns)
+
+
+def sha256_of(path: Path) -> Hashed | str:
+    """The digest of a file that nobody writes to any more, or why there is none."""
+    status = os.lstat(path)
+    digest = _sha256(str(path), status.st_size, lambda count: None)
+    return digest if isinstance(digest, str) else Hashed(digest, status.st_size, status.st_mtime_ns)
 
 
 def seal_bytes(files: Iterable[SealedFile]) -> bytes:
@@ -136,11 +157,14 @@ def content_digest(files: Iterable[SealedFile]) -> str:
     return hashlib.sha256(seal_bytes(file for file in files if file.path not in REPORTS)).hexdigest()
 
 
-def write_seal(directory: Path, describe: Callable[[list[SealedFile]], dict[str, bytes]] | None = None) -> str:
+def write_seal(
+    directory: Path, describe: Callable[[list[SealedFile]], dict[str, bytes]] | None = None, known: Mapping[str, Hashed] | None = None
+) -> str:
     """Seal a finished directory, make its files read-only, and return the seal's digest.
 
-    The last step before the rename. `describe` gets the files that are there and gives those that tell of them (name -> bytes): they are
-    written and sealed too. Raises IntegrityError where the folder holds anything but regular files with plain names.
+    `known` has digests by path, each of which counts while its file has not changed since it was hashed. The last step before the rename.
+    `describe` gets the files that are there and gives those that tell of them (name -> bytes): they are written and sealed too. Raises
+    IntegrityError where the folder holds anything but regular files with plain names.
     """
     with disk_errors(directory):
         for left_over in [path for path in directory.rglob(".*.tmp") if _LEFT_OVER.fullmatch(path.name)]:
@@ -154,7 +178,10 @@ def write_seal(directory: Path, describe: Callable[[list[SealedFile]], dict[str,
         for file in found:
             os.chmod(file.full, 0o555 if file.status.st_mode & 0o111 else 0o444)
         write_point("modes-set")
-        digests = hash_files([(file.full, file.status.st_size) for file in found], "sealing")
+        kept = {path: hashed for path, hashed in (known or {}).items() if hashed.still(directory / path)}
+        others = [file for file in found if file.path not in kept]
+        made = dict(zip((file.path for file in others), hash_files([(f.full, f.status.st_size) for f in others], "sealing"), strict=True))
+        digests = [kept[file.path].sha256 if file.path in kept else made[file.path] for file in found]
         sealed = []
         for file, digest in zip(found, digests, strict=True):
             if isinstance(digest, str):

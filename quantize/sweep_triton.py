@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore  # no stubs, and not there without a GPU build of torch
+import triton.language as tl  # type: ignore
 
 from gemq.quantize.scales import integer_range
 from gemq.recipes.model import WeightScheme

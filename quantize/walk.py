@@ -21,10 +21,14 @@ from greenlet import getcurrent, greenlet
 from torch import nn
 
 from gemq.errors import IntegrityError
+from gemq.quantize.activations import Activations
 from gemq.quantize.gptq import Hessian
-from gemq.quantize.loading import load_layer, prepare_decoder
+from gemq.quantize.gpu import Budget
+from gemq.quantize.loading import LayerLoader, prepare_decoder
 from gemq.quantize.multimodal import DecoderInputs
+from gemq.quantize.phases import Phases
 from gemq.quantize.plan import Plan, Unit
+from gemq.quantize.replay import LayerCall, Reached, Replays
 from gemq.shards import ShardReader
 
 Media = Callable[[], dict[str, torch.Tensor]]
@@ -34,12 +38,16 @@ Media = Callable[[], dict[str, torch.Tensor]]
 class _AtLayer:
     index: int
     embeddings: torch.Tensor | None  # what the first layer reads
+    call: LayerCall
 
 
 @dataclass(frozen=True)
 class _AtUnit:
     unit: Unit
     inputs: torch.Tensor
+
+    def without_inputs(self) -> _AtUnit:
+        return _AtUnit(self.unit, self.inputs.new_empty(0))
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,9 @@ class _AtExperts:
 @dataclass(frozen=True)
 class _Done:
     hidden: torch.Tensor
+
+    def without_hidden(self) -> _Done:
+        return _Done(self.hidden.new_empty(0))
 
 
 class _Stream:
@@ -129,27 +140,33 @@ class Walk:
     """One pass of `windows` and `media` through the decoder of `plan`'s source, unit by unit.
 
     Each of `media` gives the arguments of the multimodal model's whole forward, batch 1, and is a batch of its own: it starts in the decoder
-    with what that forward hands to it.
+    with what that forward hands to it. `budget` is a GPU's: then batches stand at layers only (`replay`), unless the source is walked beside.
     """
 
     def __init__(
-        self, plan: Plan, reader: ShardReader, windows: Sequence[Sequence[int]], device: str = "cpu", media: Sequence[Media] = ()
-    ) -> None:
+        self, plan: Plan, reader: ShardReader, windows: Sequence[Sequence[int]], device: str = "cpu", media: Sequence[Media] = (),
+        budget: Budget | None = None, phases: Phases | None = None,
+    ) -> None:  # fmt: skip
         self.plan, self.skeleton, self.reader = plan, plan.skeleton, reader
-        self.device = torch.device(device)
-        self.batches: list[torch.Tensor | Media] = [*batches_of(windows), *media]
+        self.device, self.budget = torch.device(device), budget
+        self.phases = phases or Phases(self.device)
+        self.dtype = torch.float32 if budget is None else budget.dtype
+        tokens = batches_of(windows) if budget is None else batches_of(windows, budget.batch_tokens)
+        self.batches: list[torch.Tensor | Media] = [*tokens, *media]
+        self._loader = LayerLoader(self.skeleton, reader, self.device, self.dtype, ahead=budget is not None)
         self._before_decoder = DecoderInputs(self.skeleton, reader, self.device) if media else None
         self._unit_of = plan.quantized_matrices
         self._solved: set[str] = set()
         self._hessians: dict[str, Hessian] = {}
         self._source: _Stream | None = None
+        self._replays: Replays | None = None
 
     @torch.no_grad()
     def run(self, walker: Walker) -> None:
         """Drive every batch to the end; raises whatever the callbacks raise."""
-        prepare_decoder(self.skeleton, self.reader, self.device)
+        prepare_decoder(self.skeleton, self.reader, self.device, self.dtype)
         hooks = self._hooks()
-        quantized = _Stream(self._forward, self.batches, self._observe)
+        quantized = self._stream()
         if self.plan.recipe.gptq.asymmetric:
             self._source = _Stream(self._forward, self.batches, lambda position, event: None)
         try:
@@ -157,7 +174,9 @@ class Walk:
             if self._source is not None:
                 self._source.start()
             self._quantize_outside(restored)
-            quantized.start()
+            self._solve_without_inputs(None, walker)
+            with self.phases("forward"):
+                quantized.start()
             if self._before_decoder is not None:
                 self._before_decoder.release()
             layer: int | None = None
@@ -166,12 +185,14 @@ class Walk:
                     self._leave(layer, walker)
                     layer = event.index
                     self._enter(layer, self._restore(walker, layer))
+                    self._solve_without_inputs(layer, walker)
                 elif isinstance(event, _AtExperts):
                     self._solve_experts(quantized.events, walker)
                 else:
                     self._solve(event.unit, walker)
                 del event
-                quantized.resume()
+                with self.phases("forward"):
+                    quantized.resume()
             self._leave(layer, walker)
             self._solve_head(quantized.events, walker)
         finally:
@@ -180,6 +201,31 @@ class Walk:
             for stream in (quantized, self._source):
                 if stream is not None:
                     stream.close()
+            self._loader.close()
+            self.skeleton.decoder.__dict__.pop("project_per_layer_inputs", None)
+
+    def _stream(self) -> _Stream | Replays:
+        if self.budget is None or self.plan.recipe.gptq.asymmetric:
+            return _Stream(self._forward, self.batches, self._observe)
+        activations = Activations(self.device, self.budget.activation_bytes(self.plan), len(self.batches))
+        head = self._unit_of.get("lm_head")
+        replays = self._replays = Replays(
+            self._forward, self.batches, self._observe, self._awaited, activations, with_end=head is not None and head.method == "gptq"
+        )
+        project = getattr(self.skeleton.decoder, "project_per_layer_inputs", None)
+        if project is not None:
+            self.skeleton.decoder.project_per_layer_inputs = lambda *given: replays.keep_by_layer(project(*given))
+        return replays
+
+    def _awaited(self, layer: int) -> bool:
+        return any(unit.layer == layer and unit.name not in self._solved for unit in self.plan.units)
+
+    def _solve_without_inputs(self, layer: int | None, walker: Walker) -> None:
+        """In a stream that runs a layer anew for each unit: solve at once what is rounded to nearest."""
+        for unit in self.plan.units if self._replays is not None else []:
+            mine = unit.layer == layer and unit.name != "lm_head" and not unit.is_table and unit.matrices[0].experts is None
+            if mine and unit.method == "rtn" and unit.name not in self._solved:
+                self._solve(unit, walker)
 
     def _observe(self, position: int, event: Any) -> None:
         if not isinstance(event, _AtUnit) or event.unit.method != "gptq":
@@ -187,38 +233,39 @@ class Walk:
         hessian = self._hessians.get(event.unit.name)
         if hessian is None:
             hessian = self._hessians[event.unit.name] = Hessian(event.unit.in_features, self.device)
-        hessian.add(event.inputs, None if self._source is None else self._source.events[position].inputs)
+        with self.phases.on_device("statistics"):
+            hessian.add(event.inputs, None if self._source is None else self._source.events[position].inputs)
 
     def _forward(self, batch: torch.Tensor | Media) -> _Done:
         if isinstance(batch, torch.Tensor):
             arguments: dict[str, Any] = {"input_ids": batch.to(self.device), "use_cache": False}
         else:
             assert self._before_decoder is not None
-            arguments = self._before_decoder(batch())
+            arguments = {name: _as(value, self.dtype) for name, value in self._before_decoder(batch()).items()}
         return _Done(self.skeleton.decoder(**arguments).last_hidden_state)
 
     def _hooks(self) -> list[Any]:
         def pause_at_layer(index: int) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-                getcurrent().parent.switch(_AtLayer(index, args[0] if index == 0 else None))
+            def hook(module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
+                getcurrent().parent.switch(_AtLayer(index, args[0] if index == 0 else None, LayerCall(index, module, args, kwargs)))
 
             return hook
 
         def pause_at_unit(unit: Unit) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
                 if unit.name not in self._solved:
-                    getcurrent().parent.switch(_AtUnit(unit, args[0]))
+                    self._pause(_AtUnit(unit, args[0]))
 
             return hook
 
         def pause_at_experts(layer: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
                 if any(unit.name not in self._solved for unit in self._expert_units(layer)):
-                    getcurrent().parent.switch(_AtExperts(layer, args[0], args[1]))
+                    self._pause(_AtExperts(layer, args[0], args[1]))
 
             return hook
 
-        hooks = [layer.register_forward_pre_hook(pause_at_layer(index)) for index, layer in enumerate(self.skeleton.decoder.layers)]
+        hooks = [layer.register_forward_pre_hook(pause_at_layer(index), with_kwargs=True) for index, layer in enumerate(self.skeleton.decoder.layers)]
         for index, layer in enumerate(self.skeleton.decoder.layers):
             if self._expert_units(index):
                 hooks.append(layer.experts.register_forward_pre_hook(pause_at_experts(index)))
@@ -226,6 +273,11 @@ class Walk:
             if module != "lm_head" and not unit.is_table and unit.matrices[0].experts is None:
                 hooks.append(self.skeleton.model.get_submodule(module).register_forward_pre_hook(pause_at_unit(unit)))
         return hooks
+
+    def _pause(self, event: Any) -> None:
+        if self._replays is not None and self._replays.replaying:
+            raise Reached(event)
+        getcurrent().parent.switch(event)
 
     def _restore(self, walker: Walker, layer: int | None) -> dict[str, torch.Tensor]:
         """Weights of this layer's units that an earlier run solved, by module; those units are not solved again."""
@@ -245,12 +297,12 @@ class Walk:
                 self.skeleton.model.get_submodule(unit.matrices[0].module).scheme = unit.scheme.weights
 
     def _enter(self, index: int, restored: dict[str, torch.Tensor]) -> None:
+        with self.phases("load"):
+            self._loader.load(index, {} if self._source is not None else restored)
         if self._source is not None:
-            load_layer(self.skeleton, self.reader, index, self.device)
             self._lead()
-            if not restored:
-                return
-        load_layer(self.skeleton, self.reader, index, self.device, restored)
+            if restored:
+                self._loader.load(index, restored)
 
     def _leave(self, index: int | None, walker: Walker) -> None:
         if index is None:
@@ -265,9 +317,10 @@ class Walk:
         self._solved.add(unit.name)
         self._lead()
         modules = [self.skeleton.model.get_submodule(matrix.module) for matrix in unit.matrices]
-        weights = walker.solve(unit, [module.weight.data for module in modules], self._hessians.pop(unit.name, None))
-        for module, weight in zip(modules, weights, strict=True):
-            module.weight.data.copy_(weight)
+        with self.phases("solve"):
+            weights = walker.solve(unit, [module.weight.data.to(torch.float32) for module in modules], self._hessians.pop(unit.name, None))
+            for module, weight in zip(modules, weights, strict=True):
+                module.weight.data.copy_(weight)
 
     def _lead(self) -> None:
         """Let the source's batches go ahead, while its own weights are still in place."""
@@ -299,6 +352,11 @@ class Walk:
             for position, event in enumerate(events):
                 hessian.add(event.hidden, None if self._source is None else self._source.events[position].hidden)
         walker.solve(unit, [], hessian)
+
+
+def _as(value: Any, dtype: torch.dtype) -> Any:
+    """A float tensor in the dtype of the walk; anything else as it is."""
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _place(event: Any) -> object:

@@ -18,6 +18,14 @@ def prefer_large_pages() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
+def let_segments_grow() -> None:
+    """Let torch grow its segments of a GPU's memory instead of adding new ones; call before torch is imported.
+
+    A walk asks for tensors of many sizes, and a segment of a fixed size keeps what no tensor that comes fits into.
+    """
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
 def import_transformers_alone() -> None:
     """Keep scikit-learn, and pandas and pyarrow with it, out of this process; call before transformers is imported.
 

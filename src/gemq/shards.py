@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -128,6 +129,7 @@ class ShardReader:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._descriptors: dict[Path, int] = {}
+        self._opening = Lock()
         self.tensors: dict[str, TensorInfo] = {}
         for path, names in self._shards().items():
             header = read_header(path)
@@ -178,10 +180,10 @@ class ShardReader:
                 f"{self.directory} has no tensor {name}", "check that the checkpoint is whole and of the architecture it claims"
             ) from None
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor `name`, in its stored dtype, in memory of its own."""
+    def read(self, name: str, *, pinned: bool = False) -> torch.Tensor:
+        """The tensor `name`, in its stored dtype, in memory of its own; `pinned` memory, if a GPU is to fetch it from there."""
         info = self.info(name)
-        return self.read_bytes(info, 0, info.nbytes).view(DTYPES[info.dtype]).reshape(info.shape)
+        return self.read_bytes(info, 0, info.nbytes, pinned=pinned).view(DTYPES[info.dtype]).reshape(info.shape)
 
     def read_rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
         """Rows `rows` of a matrix, in that order, without reading the others. Returns [len(rows), *shape[1:]]."""
@@ -194,22 +196,21 @@ class ShardReader:
             self._read_into(info.path, info.offset + row * row_bytes, out[position])
         return out.view(DTYPES[info.dtype]).reshape(len(rows), *info.shape[1:])
 
-    def read_slice(self, name: str, first: int, count: int) -> torch.Tensor:
+    def read_slice(self, name: str, first: int, count: int, *, pinned: bool = False) -> torch.Tensor:
         """Rows `first` to `first + count` of a tensor seen as [rows, last dimension], in one read."""
         info = self.info(name)
         row_bytes = info.shape[-1] * DTYPES[info.dtype].itemsize
-        return self.read_bytes(info, first * row_bytes, count * row_bytes).view(DTYPES[info.dtype]).reshape(count, info.shape[-1])
+        raw = self.read_bytes(info, first * row_bytes, count * row_bytes, pinned=pinned)
+        return raw.view(DTYPES[info.dtype]).reshape(count, info.shape[-1])
 
-    def read_bytes(self, info: TensorInfo, start: int, length: int) -> torch.Tensor:
+    def read_bytes(self, info: TensorInfo, start: int, length: int, *, pinned: bool = False) -> torch.Tensor:
         """`length` raw bytes of a tensor from byte `start` of it, as uint8."""
-        out = torch.empty(length, dtype=torch.uint8)
+        out = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
         self._read_into(info.path, info.offset + start, out)
         return out
 
     def _read_into(self, path: Path, offset: int, out: torch.Tensor) -> None:
-        descriptor = self._descriptors.get(path)
-        if descriptor is None:
-            descriptor = self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = self._descriptor(path)
         view = _bytes_of(out)
         done = 0
         while done < len(view):
@@ -217,6 +218,13 @@ class ShardReader:
             if count == 0:
                 raise IntegrityError(f"{path} ended at byte {offset + done} while it was read", "the file changed: fetch or copy it again")
             done += count
+
+    def _descriptor(self, path: Path) -> int:
+        with self._opening:
+            descriptor = self._descriptors.get(path)
+            if descriptor is None:
+                descriptor = self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return descriptor
 
     def close(self) -> None:
         """Close the shards; the reader opens them again when it is asked for a tensor."""
@@ -255,6 +263,7 @@ class ShardWriter:
             filled += spec.nbytes
         self.directory = directory
         self._descriptors: dict[Path, int] = {}
+        self._opening = Lock()
         self.tensors: dict[str, TensorInfo] = {}
         self._headers: dict[Path, bytes] = {}
         self._sizes: dict[Path, int] = {}
@@ -327,17 +336,22 @@ class ShardWriter:
 
     def copy(self, reader: ShardReader, name: str, source_name: str | None = None) -> None:
         """Copy a tensor byte for byte from `reader`, in pieces."""
+        self.copy_bytes(reader, name, 0, self.tensors[name].nbytes, source_name)
+
+    def copy_bytes(self, reader: ShardReader, name: str, start: int, length: int, source_name: str | None = None) -> None:
+        """Copy `length` bytes of a tensor from its byte `start` on."""
         info, source = self.tensors[name], reader.info(source_name or name)
         if (info.dtype, info.shape) != (source.dtype, source.shape):
             raise ValueError(f"{name} was planned as {info.dtype} {info.shape}, the source has {source.dtype} {source.shape}")
-        for start in range(0, source.nbytes, _COPY_BYTES):
-            piece = reader.read_bytes(source, start, min(_COPY_BYTES, source.nbytes - start))
-            self._write_at(info.path, info.offset + start, _bytes_of(piece))
+        for first in range(start, start + length, _COPY_BYTES):
+            piece = reader.read_bytes(source, first, min(_COPY_BYTES, start + length - first))
+            self._write_at(info.path, info.offset + first, _bytes_of(piece))
 
     def _write_at(self, path: Path, offset: int, view: memoryview) -> None:
-        descriptor = self._descriptors.get(path)
-        if descriptor is None:
-            descriptor = self._descriptors[path] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        with self._opening:
+            descriptor = self._descriptors.get(path)
+            if descriptor is None:
+                descriptor = self._descriptors[path] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         done = 0
         while done < len(view):
             done += os.pwrite(descriptor, view[done : done + _COPY_BYTES], offset + done)
@@ -361,7 +375,9 @@ class ShardWriter:
 
     def sync(self) -> None:
         """Make what was written survive a power cut."""
-        for descriptor in self._descriptors.values():
+        with self._opening:
+            descriptors = list(self._descriptors.values())
+        for descriptor in descriptors:
             os.fdatasync(descriptor)
 
     def index_json(self) -> str | None:

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -74,10 +75,14 @@ def local_directory(path: Path) -> Path:
     return path.resolve()
 
 
-def file_hashes(directory: Path, files: Iterable[str] | None = None) -> dict[str, str]:
+def _unseen(done: int = 1, detail: str = "") -> None:
+    pass
+
+
+def file_hashes(directory: Path, files: Iterable[str] | None = None, *, show: bool = True) -> dict[str, str]:
     """SHA-256, in hex, of files by their name relative to `directory`, sorted by name.
 
-    files: the names; by default every file below the directory but hidden ones. Raises IntegrityError if one can't be read.
+    files: the names; by default every file below the directory but hidden ones. show: a progress bar. Raises IntegrityError if one can't be read.
     """
     if files is None:
         found = (path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
@@ -86,7 +91,7 @@ def file_hashes(directory: Path, files: Iterable[str] | None = None) -> dict[str
     try:
         megabytes = sum((directory / name).stat().st_size // _MEGABYTE for name in names)
         with (
-            output.progress(f"hashing {directory.name}", megabytes, "MB") as advance,
+            output.progress(f"hashing {directory.name}", megabytes, "MB") if show else nullcontext(_unseen) as advance,
             ThreadPoolExecutor(max_workers=max(1, min(8, os.cpu_count() or 1, len(names)))) as pool,
         ):
             lock = threading.Lock()

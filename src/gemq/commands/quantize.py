@@ -44,6 +44,9 @@ def quantize(
     eval_records: Annotated[int, typer.Option(min=1, help="Records or windows to measure on.")] = 16,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda or cuda:N.")] = "auto",
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="What to take of a GPU at most, such as 20GiB; what doesn't fit waits in host memory. Default: 8GiB.")
+    ] = None,
     resume: Annotated[str, typer.Option(help="auto, required or never: what to do with an unfinished run.")] = "auto",
     ppl_budget: Annotated[
         str | None, typer.Option(help="Search the fastest mix of schemes whose perplexity, at its upper 95% bound, is at most this much worse: 5%.")
@@ -66,14 +69,17 @@ def quantize(
         raise UsageError(f"--resume is {resume!r}", "give auto, required or never")
 
     from gemq import atomic
-    from gemq.memory import import_transformers_alone, prefer_large_pages
+    from gemq.memory import import_transformers_alone, let_segments_grow, prefer_large_pages
 
     prefer_large_pages()
+    let_segments_grow()
     import_transformers_alone()
+    from gemq.quantize.gpu import parse_memory
     from gemq.quantize.plan import make_plan, with_format, with_head
     from gemq.recipes.model import load_recipe
 
     used = load_recipe(recipe)
+    gpu_memory_bytes = None if gpu_memory is None else parse_memory(gpu_memory)
     budget = None
     if ppl_budget is not None or kl_budget is not None:
         from gemq.quantize.budget import OBJECTIVES, Budget
@@ -98,6 +104,8 @@ def quantize(
     from gemq.source import resolve
 
     chosen = choose(device)
+    if gpu_memory is not None and not chosen.startswith("cuda"):
+        raise UsageError(f"--gpu-memory {gpu_memory} has nothing to hold to: this runs on the {chosen}", "leave it out, or give --device cuda")
     source = resolve(model, revision)
     skeleton, reader = load_skeleton(source.directory)
     plan = make_plan(skeleton, used)
@@ -131,7 +139,7 @@ def quantize(
         state = search_state or target.parent / f"{default}.search"
         assert windows is not None
         assert measure_on is not None
-        job = Job(source, plan, reader, windows, target, seed, chosen, "auto")
+        job = Job(source, plan, reader, windows, target, seed, chosen, "auto", gpu_memory_bytes)
         _search(job, budget, named, objective, state, search_builds, measure_on, eval_records, length)
         return
     results: list[PplResult] = []
@@ -150,7 +158,8 @@ def quantize(
             raise
         return [summary(results[0].to_json(), data)]
 
-    outcome = make_checkpoint(Job(source, plan, reader, windows, target, seed, chosen, resume), measure)  # type: ignore[arg-type]
+    job = Job(source, plan, reader, windows, target, seed, chosen, resume, gpu_memory_bytes)  # type: ignore[arg-type]
+    outcome = make_checkpoint(job, measure)
     _show_outcome(outcome, plan, results[0] if results else None)
 
 
@@ -285,6 +294,7 @@ def _show_outcome(outcome: Outcome, plan: Plan, measured: PplResult | None) -> N
         "checkpoint": str(outcome.directory),
         "seal": outcome.seal,
         "seconds": round(outcome.seconds, 1),
+        "phases": {name: round(seconds, 3) for name, seconds in outcome.phases.items()},
         "bytes": sizes,
         "perplexity": None if measured is None else measured.to_json(),
     }

@@ -1,0 +1,93 @@
+"""A GPU's memory, as the walk divides it: what it is held to, what solving needs of it, and what is left for activations."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from gemq.errors import UsageError
+from gemq.quantize.plan import Plan
+
+DEFAULT_MEMORY = "8GiB"
+_UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_CONTEXT_BYTES = 640 << 20  # of CUDA itself with its kernels and workspaces, outside torch's allocator; measured on an H200
+_SMALLEST = 1 << 30
+# Both decide the order of sums, and so the bytes of a checkpoint: they don't depend on the memory that is given.
+_BATCH_TOKENS = 8192
+_PIECE_ROWS = 8192
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the walk may take of a GPU, and what it computes in there."""
+
+    memory_bytes: int
+    dtype: torch.dtype
+    batch_tokens: int = _BATCH_TOKENS
+
+    def activation_bytes(self, plan: Plan) -> int:
+        """How much of it is left for what batches hold; raises UsageError naming the memory that `plan` needs where it is not enough."""
+        working = _CONTEXT_BYTES + _working_bytes(plan, self.batch_tokens)
+        if working > self.memory_bytes:
+            raise UsageError(
+                f"--gpu-memory {self.memory_bytes / 2**30:.1f}GiB is too little for this model, whose largest unit takes "
+                f"{working / 2**30:.1f} GiB to solve", f"give at least {working / 2**30 + 0.1:.1f}GiB, or --device cpu",
+            )  # fmt: skip
+        return self.memory_bytes - working
+
+
+def parse_memory(text: str) -> int:
+    """Bytes that `text` (20GiB, 512MiB, 8GB) means; raises UsageError for anything else, and for less than a GPU's runtime takes itself."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?b)", text.strip(), re.IGNORECASE | re.ASCII)
+    if found is None:
+        raise UsageError(f"--gpu-memory is {text!r}", "give a number and a unit, such as 8GiB or 20GB")
+    memory = int(float(found.group(1)) * _UNITS[found.group(2).lower()])
+    if memory < _SMALLEST:
+        raise UsageError(f"--gpu-memory {text} is too little", "give at least 1GiB; CUDA alone takes half of it")
+    return memory
+
+
+def budget_of(plan: Plan, device: str, memory_bytes: int | None) -> Budget | None:
+    """The budget on `device`, None on a CPU. torch is held to it: what goes beyond raises its error instead of taking more.
+
+    The walk computes in the source's own bfloat16 there, as it will be served, and in float32 for any other source.
+    Raises UsageError where the device hasn't that much.
+    """
+    if torch.device(device).type != "cuda":
+        return None
+    memory = parse_memory(DEFAULT_MEMORY) if memory_bytes is None else memory_bytes
+    total = torch.cuda.get_device_properties(device).total_memory
+    if memory > total:
+        if memory_bytes is not None:
+            raise UsageError(
+                f"--gpu-memory {memory / 2**30:.1f}GiB is more than {device} has, {total / 2**30:.1f} GiB", "give less, or leave it out"
+            )
+        memory = total
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (memory - _CONTEXT_BYTES) / total), torch.device(device))
+    kept = {plan.skeleton.inventory[matrix.tensor].dtype for matrix in plan.skeleton.matrices}
+    return Budget(memory, torch.bfloat16 if kept == {"BF16"} else torch.float32)
+
+
+def _working_bytes(plan: Plan, batch_tokens: int) -> int:
+    """Bytes of one layer, of the one after it that is read ahead, and of the largest unit's solving or a batch's forward beside them."""
+    layers: dict[int | None, int] = {}
+    solving = 0
+    for unit in plan.units:
+        layers[unit.layer] = layers.get(unit.layer, 0) + 2 * unit.numel
+        if unit.is_table or unit.name == "lm_head":
+            continue
+        size, rows = unit.in_features, unit.numel // unit.in_features
+        # the weights in float32, as they are and as they are stored, and ten times the rows of a piece
+        weights = 4 * size * (3 * rows + 10 * min(rows, _PIECE_ROWS))
+        if unit.method == "gptq":
+            # the Hessian, and two of its size in float64 with the halves of a third, or its factor and the weights
+            solved = 4 * size * size + max(8 * size * size * 5 // 2, 4 * size * size + weights)
+            solving = max(solving, solved)
+        else:
+            solving = max(solving, weights)
+    widest = max((matrix.in_features for matrix in plan.skeleton.matrices), default=0)
+    forward = 2 * batch_tokens * 5 * max(widest, plan.skeleton.text.hidden_size) + 4 * widest * widest
+    largest = max((size for layer, size in layers.items() if layer is not None), default=0)
+    return int(2 * largest + max(solving, forward))
