@@ -68,6 +68,16 @@ class FinishedRecords:
         if time.monotonic() - self._saved_at >= SAVE_SECONDS:
             self.save()
 
+    def attach(self, role: str, index: int, values: list[float]) -> None:
+        """Keep numbers that go with a record and are not compared after a resume; before `add`, which saves."""
+        self._to_check.pop(role, None)
+        self._scores.setdefault(role, {})[index] = values
+
+    def attached(self, role: str, count: int) -> list[list[float]] | None:
+        """What was attached to all `count` records, None where one has nothing."""
+        held = self._scores.get(role, {})
+        return [held[index] for index in range(count)] if all(index in held for index in range(count)) else None
+
     def scores(self, role: str, count: int) -> list[list[float]]:
         """The scores of all `count` records of `role`, in order."""
         return [self._scores[role][index] for index in range(count)]

@@ -19,10 +19,13 @@ import torch
 from gemq import output
 from gemq.errors import UsageError
 from gemq.eval.finished import FinishedRecords
-from gemq.eval.local import Head, LocalCheckpoint, LocalModel, chunks, require_finite
+from gemq.eval.histogram import kl_histogram
+from gemq.eval.local import Head, LocalCheckpoint, LocalModel, chunks, require_device, require_dtype, require_finite
 from gemq.eval.plan import Plan
 from gemq.eval.records import Record, file_sha256
 from gemq.eval.statistics import Estimate, cluster_mean
+
+HISTOGRAM = "histogram"
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class KlResult:
     per_record: tuple[RecordKl, ...]
     top: int | None = None
     covered: float | None = None
+    kl_histogram: tuple[int, ...] | None = None  # positions a bin of histogram.EDGES
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON types, with every record."""
@@ -110,7 +114,8 @@ def evaluate_kl(
     counts = [record.tokens for record in per_record]
     estimate = cluster_mean([record.kl_nats for record in per_record], counts, positive=True)
     share = None if whole else math.fsum(record.covered or 0.0 for record in per_record) / sum(counts)
-    return KlResult(target, reference, str(data), file_sha256(data), used, estimate, sum(counts), len(counts), per_record, top, share)
+    return KlResult(target, reference, str(data), file_sha256(data), used, estimate, sum(counts), len(counts), per_record, top, share,
+                    kl_counts(plan.finished, len(plan.records)))  # fmt: skip
 
 
 def record_reference(
@@ -129,22 +134,53 @@ def record_reference(
 
 
 def score_pair(
-    target: LocalCheckpoint, reference: LocalCheckpoint, records: list[Record], finished: FinishedRecords, device: str, dtype: str
-) -> str:
-    """Score the missing records under role "both" as [KL, target's NLL, reference's NLL] sums; returns the dtype that was computed in."""
+    target: LocalCheckpoint, reference: LocalCheckpoint, records: list[Record], finished: FinishedRecords, device: str, dtype: str,
+    kept: Path | None = None,
+) -> str:  # fmt: skip
+    """Score the missing records under role "both" as [KL, target's NLL, reference's NLL] sums; returns the dtype that was computed in.
+
+    In `kept` the reference's hidden states wait for another target. Each record's histogram of KL is attached under HISTOGRAM.
+    """
     todo = list(finished.missing("both", len(records)))
-    output.note(f"loading {reference.name}")
-    with reference.loaded(device, dtype) as model, output.progress("reference", len(todo), "records") as advance:
-        states = _hidden_states(model, records, todo, advance)
-        head, used = model.head, str(model.dtype).removeprefix("torch.")
+    head, states, used = _reference_states(reference, records, todo, device, dtype, kept)
     output.note(f"loading {target.name}")
     with target.loaded(device, dtype) as model, output.progress("target", len(todo), "records") as advance:
         for index in todo:
             record = records[index]
-            sums = _pair_sums(model, head, states.pop(index), record, reference.name)
+            sums, counts = _pair_sums(model, head, states.pop(index), record, reference.name)
+            finished.attach(HISTOGRAM, index, list(map(float, counts)))
             finished.add("both", index, sums, record.target_count, record.where)
             advance()
     return used
+
+
+def _reference_states(
+    reference: LocalCheckpoint, records: list[Record], todo: list[int], device: str, dtype: str, kept: Path | None
+) -> tuple[Head, dict[int, Any], str]:
+    """The reference's head, its hidden states at the records in `todo`, and the dtype."""
+    if kept is not None:
+        from gemq.eval.kept import head_of, key_of, read_states, write_states
+
+        where = require_device(device)
+        computed = require_dtype(dtype, where, reference.stored_dtype)
+        key = key_of(reference, records, str(computed))
+        found = read_states(kept, key, len(records))
+        if found is not None:
+            output.note(f"{reference.name}: its scores are kept from an earlier build")
+            return head_of(reference, where, computed), found, str(computed).removeprefix("torch.")
+        todo = list(range(len(records)))
+    output.note(f"loading {reference.name}")
+    with reference.loaded(device, dtype) as model, output.progress("reference", len(todo), "records") as advance:
+        states = _hidden_states(model, records, todo, advance)
+        if kept is not None:
+            write_states(kept, key, states)
+        return model.head, states, str(model.dtype).removeprefix("torch.")
+
+
+def kl_counts(finished: FinishedRecords, count: int) -> tuple[int, ...] | None:
+    """The histogram of KL over all positions, None where some record has none (of an older partial result)."""
+    attached = finished.attached(HISTOGRAM, count)
+    return None if attached is None else tuple(int(sum(column)) for column in zip(*attached, strict=True))
 
 
 def _hidden_states(model: LocalModel, records: list[Record], todo: list[int], advance: Callable[..., None]) -> dict[int, Any]:
@@ -156,7 +192,8 @@ def _hidden_states(model: LocalModel, records: list[Record], todo: list[int], ad
 
 
 @torch.inference_mode()
-def _pair_sums(model: LocalModel, head: Head, reference_hidden: Any, record: Record, reference_name: str) -> list[float]:
+def _pair_sums(model: LocalModel, head: Head, reference_hidden: Any, record: Record, reference_name: str) -> tuple[list[float], list[int]]:
+    """[KL, target's NLL, reference's NLL] of a record, and how many of its positions have which KL."""
     hidden = model.hidden(record)
     targets = torch.tensor(record.targets, device=model.device)
     divergence: list[float] = []
@@ -173,4 +210,4 @@ def _pair_sums(model: LocalModel, head: Head, reference_hidden: Any, record: Rec
     require_finite(theirs, reference_name, record)
     require_finite(ours, model.name, record)
     require_finite(divergence, f"KL of {model.name}", record)
-    return [math.fsum(divergence), -math.fsum(ours), -math.fsum(theirs)]
+    return [math.fsum(divergence), -math.fsum(ours), -math.fsum(theirs)], kl_histogram(divergence)

@@ -133,12 +133,17 @@ class LocalCheckpoint:
         token = self._text("bos_token_id")
         return token if isinstance(token, int) else None
 
+    @property
+    def stored_dtype(self) -> str | None:
+        """The dtype that config.json names."""
+        found = self._text("dtype") or self._text("torch_dtype")
+        return found if isinstance(found, str) else None
+
     @contextlib.contextmanager
     def loaded(self, device: str = "auto", dtype: str = "auto") -> Iterator[LocalModel]:
         """Yield the model in memory; it is freed when the block ends."""
         where = require_device(device)
-        stored = self._text("dtype") or self._text("torch_dtype")
-        model = LocalModel(self.name, _load(self, where, require_dtype(dtype, where, stored)), where)
+        model = LocalModel(self.name, _load(self, where, require_dtype(dtype, where, self.stored_dtype)), where)
         try:
             yield model
         finally:

@@ -16,7 +16,7 @@ from typing import Any
 from gemq import output
 from gemq.errors import UsageError
 from gemq.eval.endpoint import Connection, Endpoint, is_url
-from gemq.eval.kl import estimate_row, score_pair
+from gemq.eval.kl import estimate_row, kl_counts, score_pair
 from gemq.eval.local import LocalCheckpoint, LocalModel
 from gemq.eval.plan import Judged, Plan
 from gemq.eval.records import Record, file_sha256
@@ -54,6 +54,7 @@ class PplResult:
     ratio: Estimate | None
     kl_nats: Estimate | None
     per_record: tuple[RecordScore, ...]
+    kl_histogram: tuple[int, ...] | None = None  # positions a bin of histogram.EDGES, where KL was measured
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON types, with every record."""
@@ -71,6 +72,7 @@ def _scorer(side: Judged, device: str, dtype: str) -> Iterator[LocalModel | Conn
         with side.connected() as connection:
             yield connection
     else:
+        assert isinstance(side, LocalCheckpoint)
         output.note(f"loading {side.name}")
         with side.loaded(device, dtype) as model:
             yield model
@@ -100,13 +102,15 @@ def evaluate_ppl(
     with_kl: bool = False,
     tokenizer: Path | None = None,
     output_path: Path | None = None,
+    kept: Path | None = None,
 ) -> PplResult:
     """The perplexity of `target` (a checkpoint directory or an endpoint's URL) on `data`, with the reference's beside it if one is given.
 
     `records`, `skip`: how many records, after how many; `length`: tokens a window of text (1024), or the cut of token records
     (none); `with_kl` needs two directories; `tokenizer` is the directory for text against a URL. With `output_path`, finished
-    records survive a stop in a file beside it, and the same call goes on; writing the result there is the caller's. Raises
-    UsageError, IntegrityError, StoppedSafely.
+    records survive a stop in a file beside it, and the same call goes on; writing the result there is the caller's. `kept` names a file in
+    which the reference's hidden states wait for the next target (with KL, an unquantized reference). Raises UsageError, IntegrityError,
+    StoppedSafely.
     """
     if with_kl and (reference is None or is_url(target) or is_url(reference)):
         raise UsageError("KL needs a target and a reference that are both checkpoint directories", "leave KL out, or give directories")
@@ -120,7 +124,7 @@ def evaluate_ppl(
         if with_kl:
             assert isinstance(plan.target, LocalCheckpoint)
             assert isinstance(plan.reference, LocalCheckpoint)
-            used = score_pair(plan.target, plan.reference, plan.records, plan.finished, device, dtype)
+            used = score_pair(plan.target, plan.reference, plan.records, plan.finished, device, dtype, kept)
             divergence, ours, theirs = (list(column) for column in zip(*plan.finished.scores("both", count), strict=True))
         else:
             used = _score_side(plan.target, "target", plan, device, dtype)
@@ -128,7 +132,7 @@ def evaluate_ppl(
             if plan.reference is not None:
                 _score_side(plan.reference, "reference", plan, device, dtype)
                 theirs = [scores[0] for scores in plan.finished.scores("reference", count)]
-    return _result(target, reference, data, used, plan.records, ours, theirs, divergence)
+    return _result(target, reference, data, used, plan.records, ours, theirs, divergence, kl_counts(plan.finished, count) if with_kl else None)
 
 
 def _exp(mean: Estimate) -> Estimate:
@@ -139,7 +143,7 @@ def _exp(mean: Estimate) -> Estimate:
 
 def _result(
     target: str, reference: str | None, data: Path, dtype: str, records: list[Record], ours: list[float], theirs: list[float] | None,
-    divergence: list[float] | None,
+    divergence: list[float] | None, histogram: tuple[int, ...] | None,
 ) -> PplResult:  # fmt: skip
     counts = [record.target_count for record in records]
     nothing: list[None] = [None] * len(records)
@@ -153,4 +157,5 @@ def _result(
         target=target, data=str(data), data_sha256=file_sha256(data), dtype=dtype, tokens=sum(counts), records=len(counts),
         ppl=_exp(cluster_mean(ours, counts)), reference=reference, reference_ppl=reference_ppl, ratio=ratio,
         kl_nats=None if divergence is None else cluster_mean(divergence, counts, positive=True), per_record=per_record,
+        kl_histogram=histogram,
     )  # fmt: skip
