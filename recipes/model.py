@@ -123,6 +123,15 @@ class Gptq(_Frozen):
     refine: int = Field(default=1, ge=0, le=16)  # rounds of fitting scales and integers to each other afterwards
 
 
+class Tuning(_Frozen):
+    """Options of the tuning of whole layers by signed gradients (SignRound, Cheng et al. 2023), after their units are solved."""
+
+    iterations: int = Field(default=200, ge=1, le=10_000)
+    batches: int = Field(default=2, ge=1, le=64)  # calibration batches of about 2,048 tokens a step
+    learning_rate: float = Field(default=0.002, gt=0, le=0.5)  # of the first step, in units of the grid; falls to 0
+    hold_out_every: int = Field(default=8, ge=2, le=1024)  # one batch in so many judges, and is not learnt from
+
+
 class Recipe(_Frozen):
     """What to make of a decoder. Modules that no rule matches stay as they are."""
 
@@ -132,13 +141,14 @@ class Recipe(_Frozen):
     method: Literal["gptq", "rtn"] = "gptq"
     rules: tuple[Rule, ...] = Field(min_length=1)
     gptq: Gptq = Gptq()
+    tuning: Tuning | None = None
     format: Literal["compressed-tensors", "gptq"] = "compressed-tensors"
     drop_redundant_kv: bool = False
 
     @property
     def needs_calibration(self) -> bool:
         """Whether any rule's solver looks at activations."""
-        return any(
+        return self.tuning is not None or any(
             rule.scheme != "keep" and (rule.method or self.method) == "gptq" and not set(rule.match) <= set(TABLE_PARTS)
             for rule in self.rules
         )
@@ -211,6 +221,7 @@ def _yaml_reason(error: Exception) -> str:
 # where a key stands -> the model whose keys are valid there
 _MODEL_AT: dict[str, type[_Frozen]] = {
     "rules": Rule, "scheme": Scheme, "weights": WeightScheme, "input_activations": ActivationScheme, "gptq": Gptq,
+    "tuning": Tuning,
 }  # fmt: skip
 
 
