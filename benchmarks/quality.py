@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import queue
 import sys
 import tempfile
@@ -69,12 +70,13 @@ def rows(source: Path, text: Path, work: Path) -> list[Row]:
     def ours(name: str, recipe: str | Path, on: str | Path = text) -> Row:
         return Row(name, measured.gemq("quantize", source, "--recipe", recipe, "--calibration", on, *common, "-o", work / name))
 
-    def oneshot(name: str, method: str) -> Row:
-        return Row(name, measured.peer(source, work / name, method, text, 64, 512, "float32"))
+    def oneshot(name: str, method: str, dtype: str = "float32") -> Row:
+        return Row(name, measured.peer(source, work / name, method, text, 64, 512, dtype))
 
     return [
         Row("AutoRound g128, 200 iterations", measured.autoround(source, work / "AutoRound g128, 200 iterations", text, 64, 512, 200)),
         oneshot("llm-compressor GPTQ g128", "gptq"),
+        oneshot("llm-compressor GPTQ g128, bfloat16", "gptq", "bfloat16"),
         ours("gemq w4a16-best", "w4a16-best"),
         ours("gemq w4a16-best, self", "w4a16-best", "self"),
         ours("gemq w4a16", "w4a16"),
@@ -104,19 +106,25 @@ def main() -> None:
     slots: queue.Queue[list[int] | None] = queue.Queue()
     for cores in options.cores or [None]:
         slots.put(None if cores is None else list(range(int(cores.split("-")[0]), int(cores.split("-")[-1]) + 1)))
+    failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         chosen = [row for row in rows(source, data / "wikitext2-valid.txt", work) if not options.only or row.name in options.only]
 
         def make(row: Row) -> tuple[str, ...]:
             cores, log, said = slots.get(), work / f"{row.name}.log", work / f"{row.name}.score"
+            figures = {"wiki": math.nan, "truth": math.nan, "kl": math.nan, "bytes": math.nan}
+            taken: measured.Run | None = None
             try:
                 taken = None if row.command is None else measured.run(list(row.command), log, cores)
                 checkpoint = source if row.command is None else work / row.name
                 measured.run([sys.executable, "-m", "benchmarks.quality", "--data", str(data), "--score", str(checkpoint)], said, cores)
+                figures = json.loads(said.read_text().splitlines()[-1])
+            except RuntimeError as error:
+                output.warn(str(error))
+                failed.append(row.name)
             finally:
                 slots.put(cores)
-            figures = json.loads(said.read_text().splitlines()[-1])
             cost = ("", "") if taken is None else (f"{taken.seconds:.0f}", f"{taken.peak_bytes / 2**30:.2f}")
             line = (
                 row.name,
@@ -136,6 +144,7 @@ def main() -> None:
             made = list(pool.map(make, chosen))
     output.note(measured.machine())
     output.table("", ("checkpoint", "wiki PPL", "ground truth PPL", "KL, nats/token", "MB a token", "seconds", "peak GiB"), made)
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":
