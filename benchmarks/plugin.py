@@ -226,7 +226,7 @@ def check(table: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def whole_step(table: dict[str, Any], m: int) -> dict[str, float]:
+def whole_step(table: dict[str, Any], m: int, early: bool = False) -> dict[str, float]:
     """Milliseconds of all of a step's linears for m rows, each with weights of its own, and of the same graph without the head."""
     total = sum(n * k // 8 for _, n, k in step_shapes())
     weights, calls = Weights(total + (1 << 20)), []
@@ -235,7 +235,7 @@ def whole_step(table: dict[str, Any], m: int) -> dict[str, float]:
         cut = table[f"{n},{k},{group_of(name)}"]["by_m"][m][1]
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         taken = weights.take(n, layout)
-        calls.append(lambda x=x, taken=taken, layout=layout, cut=cut: matvec(x, *taken, None, layout, cut))
+        calls.append(lambda x=x, taken=taken, layout=layout, cut=cut: matvec(x, *taken, None, layout, cut, early=early))
     return {"ms": graph_us(calls, 10) / 1e3, "ms_without_head": graph_us(calls[:-1], 10) / 1e3, "launches": len(calls), "gb": total * 4 / 1e9}
 
 
@@ -268,6 +268,11 @@ def kernels(args: argparse.Namespace) -> None:
     result["check"] = check(table)
     del weights
     result["step"] = {m: whole_step(table, m) for m in SIZES}
+    try:
+        result["step_early"] = {m: whole_step(table, m, early=True) for m in SIZES}
+        print("early:", json.dumps(result["step_early"]), flush=True)
+    except Exception as error:
+        print("early launches:", str(error)[:600], flush=True)
     print(json.dumps(result["step"], indent=1), flush=True)
     tuned = {key: {str(m): numbers(cut) for m, (_, cut) in entry["by_m"].items()} for key, entry in table.items()}
     result["shapes"] = {key: {"us": {m: us for m, (us, _) in entry["by_m"].items()}, "count": entry["count"], "tb_s": entry["tb_s"],

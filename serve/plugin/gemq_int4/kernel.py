@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
 
 
 @triton.jit
@@ -67,12 +68,14 @@ def _dot8(q, x, t, F):
 
 @triton.jit
 def gemv(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, F, G, K: tl.constexpr, BITS: tl.constexpr, GC: tl.constexpr, LANES: tl.constexpr,
-         MP: tl.constexpr, R: tl.constexpr, U: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
+         MP: tl.constexpr, R: tl.constexpr, U: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, WARPS: tl.constexpr,
+         EARLY: tl.constexpr):  # fmt: skip
     """y [M, N] (bf16; float32 shows the sum unrounded) from x [M, K / 2] int32 (pairs of bf16), w and s as `layout.arrange` makes them, M <= MP.
 
     F and G are the bits of 128.0 and 2048.0 (32768.0 for bytes): as arguments, because two constants in one `(q & mask) | magic` become two
     instructions, and a constant with a register becomes one. A block is LANES x 4 words of a row; GC: groups in a block's quarter, 0 where a
-    row has one scale. U blocks are read at once, R rows a thread.
+    row has one scale. U blocks are read at once, R rows a thread. EARLY: the launch before this one may still be running (programmatic
+    dependent launch): weights are called into the cache, then its end is waited for.
     """
     PER: tl.constexpr = 32 // BITS  # weights in a word
     QUARTER: tl.constexpr = LANES * PER
@@ -86,6 +89,13 @@ def gemv(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, F, G, K: tl.constexpr, BITS: t
     n = tl.where(row < N, row, 0)
     lane = tl.arange(0, UL)
     four = tl.arange(0, 4)
+    if EARLY:
+        tl_cuda.gdc_launch_dependents()
+        # one line of 128 bytes a thread and row of the thread's: the first 32 WARPS / BP of each row
+        line = tl.arange(0, UL)
+        at = w_ptr + n[None, :, :] * (BLOCKS * LANES * 4) + (tl.minimum(line, (BLOCKS * LANES - 1) // 8) * 32)[:, None, None]
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
+        tl_cuda.gdc_wait()
     acc = ()
     for _ in tl.static_range(MP):
         acc += (tl.zeros((UL, BP, R), tl.float32),)

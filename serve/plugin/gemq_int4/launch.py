@@ -39,15 +39,19 @@ def padded_rows(m: int) -> int:
 
 
 def matvec(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, layout: Layout, cut: Cut,
-           dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:  # fmt: skip
-    """y [M, N] = x [M, K] bf16 times the matrix that `layout.arrange` laid out, M from 1 to 8, summed in float32."""
+           dtype: torch.dtype = torch.bfloat16, early: bool = False) -> torch.Tensor:  # fmt: skip
+    """y [M, N] = x [M, K] bf16 times the matrix that `layout.arrange` laid out, M from 1 to 8, summed in float32.
+
+    early: start before the launch before it has ended (compute capability 90 and up).
+    """
     m, n = x.shape[0], words.shape[0]
     y = torch.empty((m, n), dtype=dtype, device=x.device)
     pairs = x.contiguous().view(torch.int32)
     grid = (triton.cdiv(n, cut.program_rows(layout)),)
     first, second = MAGIC[layout.bits]
+    options = {"num_warps": cut.warps, **({"launch_pdl": True} if early else {})}
     gemv[grid](pairs, words, scales, scales if bias is None else bias, y, n, m, first, second, layout.k, layout.bits, layout.groups, layout.lanes,
-               padded_rows(m), cut.rows, cut.blocks, cut.stages, bias is not None, cut.warps, num_warps=cut.warps)  # fmt: skip
+               padded_rows(m), cut.rows, cut.blocks, cut.stages, bias is not None, cut.warps, early, **options)  # fmt: skip
     return y
 
 
