@@ -1,19 +1,25 @@
-"""E4B's whole decoder on a GPU: seconds from command to sealed checkpoint, and peak device memory, by recipe.
+"""E4B's whole decoder on a GPU: seconds from command to sealed checkpoint by recipe and phase, and what that is of what the card can do.
 
 The weights are random (normal, of a trained model's size) in E4B's exact shapes, text decoder with its tables and without towers, made on the
-machine. Calibration: random ids, 128 windows of 2,048. Seconds by phase are those of gemq's own log.
+machine. Calibration: random ids, 128 windows of 2,048. Phases are gemq's own; those named "beside" are seconds of threads that work while
+the main thread does something else. What the machine can do is measured in the same run: a bfloat16 and a float32 product, a copy in device
+memory, one thread's SHA-256, and writing to the disk until it is there.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +37,8 @@ def e4b_config(layers: int | None = None) -> dict[str, Any]:
     """The config.json of E4B's text model; `layers` cuts it to the first ones, without shared keys and values."""
     text = real_config("e4b")["text_config"] | {"architectures": ["Gemma4ForCausalLM"], "dtype": "bfloat16"}
     if layers is not None:
-        text |= {"num_hidden_layers": layers, "layer_types": text["layer_types"][:layers], "num_kv_shared_layers": 0}
+        kinds = [*text["layer_types"][: layers - 1], "full_attention"]
+        text |= {"num_hidden_layers": layers, "layer_types": kinds, "num_kv_shared_layers": 0}
     return text
 
 
@@ -69,23 +76,102 @@ def device_bytes() -> int:
     return int(said.stdout.splitlines()[0]) << 20
 
 
-def run(command: list[str], log: Path) -> tuple[int, float, int]:
-    """(exit code, seconds, peak device bytes) of `command`; what it says goes to `log`."""
-    peak, done = [0], threading.Event()
+def anonymous_bytes(pid: int) -> int:
+    """Bytes of memory that a process holds beyond the page cache, 0 once it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
-    def watch() -> None:
-        while not done.wait(0.25):
-            peak[0] = max(peak[0], device_bytes())
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+@dataclass(frozen=True)
+class Ran:
+    """How a command ended, and the most that it took of the card and of memory."""
+
+    code: int
+    seconds: float
+    device_bytes: int
+    host_bytes: int
+    said: dict[str, Any]
+
+
+def run(command: list[str], log: Path, limit_seconds: float) -> Ran:
+    """Run `command`, for `limit_seconds` at most; its stderr goes to `log`, its stdout is its JSON."""
+    before, peak, done = device_bytes(), [0, 0], threading.Event()
     started = time.monotonic()
-    with open(log, "wb") as file:
-        code = subprocess.run(command, stdout=file, stderr=file).returncode
+    with open(log, "wb") as errors, open(log.with_suffix(".json"), "wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=errors)
+
+        def watch() -> None:
+            while not done.wait(0.2):
+                peak[0] = max(peak[0], device_bytes() - before)
+                peak[1] = max(peak[1], anonymous_bytes(process.pid))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            code = process.wait(limit_seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
     seconds = time.monotonic() - started
     done.set()
     watcher.join()
-    return code, seconds, peak[0]
+    said = log.with_suffix(".json").read_text()
+    return Ran(code, seconds, peak[0], peak[1], json.loads(said) if code == 0 else {})
+
+
+def probes(work: Path) -> dict[str, float]:
+    """What this machine does: operations a second of products, bytes a second of a device copy, of one thread's SHA-256, and to the disk."""
+
+    def rate(amount: float, call: Callable[[], object]) -> float:
+        call()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(5):
+            call()
+        torch.cuda.synchronize()
+        return 5 * amount / (time.perf_counter() - started)
+
+    made = {}
+    sizes = {"bf16": (torch.bfloat16, 8192), "float32": (torch.float32, 4096), "float64": (torch.float64, 4096)}
+    for name, (dtype, size) in sizes.items():
+        left, right = torch.randn(2, size, size, device="cuda", dtype=dtype)
+        made[f"{name} product"] = rate(2 * size**3, lambda left=left, right=right: left @ right)  # type: ignore[misc]
+    block = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+    there = torch.empty_like(block)
+    made["device copy"] = rate(2 * block.numel(), lambda: there.copy_(block))
+    pinned = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    made["host to device"] = rate(pinned.numel(), lambda: there[: 1 << 28].copy_(pinned))
+    raw = os.urandom(1 << 26)
+    started = time.perf_counter()
+    for _ in range(8):
+        hashlib.sha256(raw)
+    made["sha256"] = 8 * len(raw) / (time.perf_counter() - started)
+    path = work / "probe"
+    started = time.perf_counter()
+    with open(path, "wb", buffering=0) as file:
+        for _ in range(32):
+            file.write(raw)
+        made["page cache write"] = 32 * len(raw) / (time.perf_counter() - started)
+        os.fdatasync(file.fileno())
+    made["disk write"] = 32 * len(raw) / (time.perf_counter() - started)
+    path.unlink()
+    return made
+
+
+def operations(layers: int | None, tokens: int) -> dict[str, float]:
+    """What the walk must do at least, in floating-point operations: one forward of the layers, and the upper half of each Hessian."""
+    config = e4b_config(layers)
+    forward = statistics = 0.0
+    for name, spec in full_inventory(config, ARCHITECTURES["Gemma4ForCausalLM"]).items():
+        if ".layers." not in name or len(spec.shape) != 2:
+            continue
+        forward += 2 * math.prod(spec.shape) * tokens
+        if name.endswith(("q_proj.weight", "o_proj.weight", "gate_proj.weight", "down_proj.weight")):
+            statistics += spec.shape[1] ** 2 * tokens
+    return {"forward": forward, "statistics": statistics}
 
 
 def main() -> None:
@@ -95,28 +181,66 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--layers", type=int, help="a slice without shared layers instead of the whole model")
+    parser.add_argument("--gpu-memory", help="passed on to gemq")
+    parser.add_argument("--limit", type=float, default=600, help="seconds that a recipe may take")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     source = build(options.work / f"e4b-{options.layers or 'whole'}", options.layers)
-    output.note(f"source made in {time.monotonic() - started:.1f} s, {sum(path.stat().st_size for path in source.iterdir()) / 1e9:.2f} GB")
+    source_bytes = sum(path.stat().st_size for path in source.iterdir())
+    output.note(f"source made in {time.monotonic() - started:.1f} s, {source_bytes / 1e9:.2f} GB")
     ids = options.work / "ids.jsonl"
     write_ids(ids, options.samples, options.length, e4b_config()["vocab_size"])
-    rows = []
+    can = probes(options.work)
+    torch.cuda.empty_cache()
+    output.note(torch.cuda.get_device_name())
+    units = {name: (1e12, "TFLOP/s") if "product" in name else (1e9, "GB/s") for name in can}
+    output.note("this machine: " + ", ".join(f"{name} {rate / units[name][0]:.3g} {units[name][1]}" for name, rate in can.items()))
+    must = operations(options.layers, options.samples * options.length)
+    failed = []
     for recipe in options.recipes:
         out = options.work / f"out-{recipe}"
         shutil.rmtree(out, ignore_errors=True)
-        before = device_bytes()
+        shutil.rmtree(out.with_name(out.name + ".partial"), ignore_errors=True)
         command = [sys.executable, "-m", "gemq", "quantize", str(source), "--recipe", recipe, "--calibration", str(ids),
                    "--samples", str(options.samples), "--length", str(options.length), "--eval-data", "none", "--device", "cuda",
-                   "--output", str(out)]  # fmt: skip
-        code, seconds, peak = run(command, options.work / f"{recipe}.log")
-        size = sum(path.stat().st_size for path in out.iterdir()) / 1e9 if out.exists() else 0
-        rows.append((recipe, str(code), f"{seconds:.1f}", f"{(peak - before) / 2**30:.1f}", f"{size:.2f}"))
-        output.note(f"{recipe}: exit {code}, {seconds:.1f} s, {(peak - before) / 2**30:.1f} GiB")
+                   "--json", "--output", str(out)]  # fmt: skip
+        if options.gpu_memory:
+            command += ["--gpu-memory", options.gpu_memory]
+        ran = run(command, options.work / f"{recipe}.log", options.limit)
+        if ran.code:
+            failed.append(recipe)
+            last = (options.work / f"{recipe}.log").read_text(errors="replace")[-1500:]
+            output.warn(f"{recipe} ended with {ran.code} after {ran.seconds:.1f} s: {last}")
+            continue
+        written = sum(path.stat().st_size for path in out.iterdir())
         shutil.rmtree(out, ignore_errors=True)
-    output.note(torch.cuda.get_device_name())
-    output.table(f"E4B's shape, random weights, {options.samples} x {options.length} tokens", ("recipe", "exit", "seconds", "device GiB", "GB"), rows)
+        show(recipe, options, ran, written, source_bytes, must, can)
+    sys.exit(bool(failed))
+
+
+def show(
+    recipe: str, options: argparse.Namespace, ran: Ran, written: int, source_bytes: int, must: dict[str, float], can: dict[str, float]
+) -> None:
+    """The table of one recipe's phases."""
+    phases: dict[str, float] = dict(ran.said["phases"])
+    main_seconds = sum(seconds for name, seconds in phases.items() if not name.endswith("beside"))
+    rows = [("start, imports, calibration", f"{ran.seconds - main_seconds:.2f}", "")]
+    for name, seconds in sorted(phases.items(), key=lambda item: (item[0].endswith("beside"), -item[1])):
+        reached = ""
+        if name in must and seconds:
+            reached = f"{must[name] / seconds / 1e12:.0f} TFLOP/s of {can['bf16 product'] / 1e12:.0f}"
+        elif name == "hash, beside" and seconds:
+            reached = f"one thread does {can['sha256'] / 1e9:.2f} GB/s"
+        rows.append((name, f"{seconds:.2f}", reached))
+    shape = f"{options.layers} layers of E4B's widths" if options.layers else "E4B's shape"
+    calibrated = f", {options.samples} x {options.length} tokens" if "forward" in phases else ""
+    output.table(f"{recipe}, {shape}, random weights{calibrated}", ("phase", "seconds", "reached"), rows)
+    output.note(
+        f"{recipe}: {ran.seconds:.1f} s from command to sealed checkpoint, {source_bytes / 1e9:.2f} GB read and {written / 1e9:.2f} GB written, "
+        f"{source_bytes / ran.seconds / 1e9:.2f} GB/s of source; {ran.device_bytes / 2**30:.2f} GiB of the card, "
+        f"{ran.host_bytes / 2**30:.2f} GiB of host memory beyond the page cache"
+    )
 
 
 if __name__ == "__main__":

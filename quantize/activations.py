@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from gemq.errors import UsageError
+
 
 def host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
     """`nbytes` of host memory, uint8, pinned for `device` if that is a GPU.
@@ -17,7 +19,11 @@ def host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
     made = torch.empty(nbytes, dtype=torch.uint8)
     if device.type == "cuda" and nbytes:
         runtime: Any = torch.cuda.cudart()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(made.data_ptr(), nbytes, 0)))
+        if code := int(runtime.cudaHostRegister(made.data_ptr(), nbytes, 0)):
+            raise UsageError(
+                f"CUDA can't pin {nbytes / 2**20:.0f} MiB of host memory for activations (error {code})",
+                "free some memory, or give more --gpu-memory so that they stay on the device",
+            )
     return made
 
 
@@ -25,7 +31,7 @@ def free_host_bytes(held: torch.Tensor, device: torch.device) -> None:
     """Unpin what `host_bytes` gave, so that its memory can go."""
     if device.type == "cuda" and held.numel():
         runtime: Any = torch.cuda.cudart()
-        torch.cuda.check_error(int(runtime.cudaHostUnregister(held.data_ptr())))
+        runtime.cudaHostUnregister(held.data_ptr())
 
 
 @dataclass
@@ -42,10 +48,10 @@ class _Held:
 
 
 class Activations:
-    """The tensors that each of `batches` paused batches holds, at most `quota` bytes of them on `device`."""
+    """The tensors that each of `batches` paused batches holds, at most `quota` bytes of them on `device`; `reserved` of these for `hold`."""
 
-    def __init__(self, device: torch.device, quota: int, batches: int) -> None:
-        self._device, self._quota, self._used = device, quota, 0
+    def __init__(self, device: torch.device, quota: int, batches: int, reserved: int = 0) -> None:
+        self._device, self._quota, self._used, self._reserved = device, quota, 0, reserved
         self._held: list[dict[int, _Held]] = [{} for _ in range(batches)]
         self._spare: dict[int, list[torch.Tensor]] = {}
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -53,8 +59,8 @@ class Activations:
         self._spilled = 0
 
     def room_for(self, nbytes: int) -> bool:
-        """Take `nbytes` of the quota for good, if that much is left."""
-        if self._used + nbytes > self._quota:
+        """Take `nbytes` of the quota for good, if that much is left beside what is reserved."""
+        if self._used + nbytes > self._quota - self._reserved:
             return False
         self._used += nbytes
         return True
@@ -65,8 +71,11 @@ class Activations:
         now: dict[int, _Held] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage.nbytes() or storage._cdata in before:
-                now[storage._cdata] = before.pop(storage._cdata, None) or _Held(storage, storage.nbytes())
+            key = storage._cdata
+            if key in before:
+                now[key] = before.pop(key)
+            elif storage.nbytes() and key not in now:
+                now[key] = _Held(storage, storage.nbytes())
         for left in before.values():
             self._forget(left)
         self._held[position] = now

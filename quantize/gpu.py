@@ -52,22 +52,35 @@ def parse_memory(text: str) -> int:
 def budget_of(plan: Plan, device: str, memory_bytes: int | None) -> Budget | None:
     """The budget on `device`, None on a CPU. torch is held to it: what goes beyond raises its error instead of taking more.
 
-    The walk computes in the source's own bfloat16 there, as it will be served, and in float32 for any other source.
+    The walk computes in the source's own bfloat16 there, as it will be served, and in float32 for any other source. A recipe that walks
+    the source beside keeps both walks' activations on the device: it is held to `memory_bytes` only where they are given.
     Raises UsageError where the device hasn't that much.
     """
     if torch.device(device).type != "cuda":
         return None
+    index = torch.device(device).index
+    if index is None:
+        index = torch.cuda.current_device()
+    torch.cuda.set_device(index)  # Triton launches on the current one
+    kept = {plan.skeleton.inventory[matrix.tensor].dtype for matrix in plan.skeleton.matrices}
+    dtype = torch.bfloat16 if kept == {"BF16"} else torch.float32
     memory = parse_memory(DEFAULT_MEMORY) if memory_bytes is None else memory_bytes
-    total = torch.cuda.get_device_properties(device).total_memory
+    total = torch.cuda.get_device_properties(index).total_memory
+    if memory_bytes is None and walks_source(plan):
+        return Budget(total, dtype)
     if memory > total:
         if memory_bytes is not None:
             raise UsageError(
                 f"--gpu-memory {memory / 2**30:.1f}GiB is more than {device} has, {total / 2**30:.1f} GiB", "give less, or leave it out"
             )
         memory = total
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (memory - _CONTEXT_BYTES) / total), torch.device(device))
-    kept = {plan.skeleton.inventory[matrix.tensor].dtype for matrix in plan.skeleton.matrices}
-    return Budget(memory, torch.bfloat16 if kept == {"BF16"} else torch.float32)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (memory - _CONTEXT_BYTES) / total), index)
+    return Budget(memory, dtype)
+
+
+def walks_source(plan: Plan) -> bool:
+    """Whether the recipe looks at the source's own activations too."""
+    return bool(plan.recipe.gptq.asymmetric or getattr(plan.recipe, "tuning", None))
 
 
 def _working_bytes(plan: Plan, batch_tokens: int) -> int:

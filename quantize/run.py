@@ -12,10 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import gemq
 import torch
 import yaml
-
-import gemq
 from gemq import atomic, output
 from gemq.calibration.media import media_inputs
 from gemq.calibration.sets import CalibrationSet
@@ -99,6 +98,9 @@ def quantize(job: Job, measure: Callable[[Path], list[dict[str, Any]]] | None = 
                 atomic.write_point("sealed")
                 atomic.publish(run.directory, job.output)
                 shutil.rmtree(partial)
+        except torch.OutOfMemoryError as error:
+            held = "the device" if job.gpu_memory_bytes is None else f"--gpu-memory {job.gpu_memory_bytes / 2**30:.1f}GiB"
+            raise UsageError(f"{held} is too little for this: {str(error).splitlines()[0][:200]}", "give more, or fewer samples") from None
         finally:
             run.stop()
     return Outcome(job.output, seal, manifest, seconds, run.phases.seconds)

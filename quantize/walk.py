@@ -17,19 +17,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from greenlet import getcurrent, greenlet
-from torch import nn
-
 from gemq.errors import IntegrityError
 from gemq.quantize.activations import Activations
 from gemq.quantize.gptq import Hessian
-from gemq.quantize.gpu import Budget
+from gemq.quantize.gpu import Budget, walks_source
 from gemq.quantize.loading import LayerLoader, prepare_decoder
 from gemq.quantize.multimodal import DecoderInputs
 from gemq.quantize.phases import Phases
 from gemq.quantize.plan import Plan, Unit
 from gemq.quantize.replay import LayerCall, Reached, Replays
 from gemq.shards import ShardReader
+from greenlet import getcurrent, greenlet
+from torch import nn
 
 Media = Callable[[], dict[str, torch.Tensor]]
 
@@ -205,9 +204,12 @@ class Walk:
             self.skeleton.decoder.__dict__.pop("project_per_layer_inputs", None)
 
     def _stream(self) -> _Stream | Replays:
-        if self.budget is None or self.plan.recipe.gptq.asymmetric:
+        if self.budget is None or walks_source(self.plan):
             return _Stream(self._forward, self.batches, self._observe)
-        activations = Activations(self.device, self.budget.activation_bytes(self.plan), len(self.batches))
+        tokens = sum(batch.numel() for batch in self.batches if isinstance(batch, torch.Tensor))
+        hidden = tokens * self.skeleton.text.hidden_size * self.dtype.itemsize
+        # reserved: what batches hold at a layer, and about as much for the keys and values that later layers share
+        activations = Activations(self.device, self.budget.activation_bytes(self.plan), len(self.batches), reserved=5 * hidden // 2)
         head = self._unit_of.get("lm_head")
         replays = self._replays = Replays(
             self._forward, self.batches, self._observe, self._awaited, activations, with_end=head is not None and head.method == "gptq"

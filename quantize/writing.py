@@ -195,7 +195,7 @@ class ReadAhead:
         """The rows of the next request, which must be `request`."""
         if self._pool is None:
             with self._phases("read"):
-                return self._read(request)  # type: ignore[arg-type]
+                return self._read(request)
         expected, future = self._ahead.pop(0)
         if expected != request:
             raise AssertionError(f"{request} was taken, {expected} is next")
