@@ -281,7 +281,8 @@ def run_trial(trial: Trial, servers: Servers, question: Question, test: Criterio
               *, alone: bool = False) -> None:  # fmt: skip
     """Fill `trial` in: measure it against its incumbent, and if it is faster, compare its ids and score a window.
 
-    `same` names what vLLM took for the incumbent where taking the same means that the switch did nothing; `alone` leaves no server up beside
+    `same` names what vLLM took for the incumbent, where a switch is told by that: one that changes nothing of it, or brings something else than
+    its value, is not measured. `alone` leaves no server up beside
     the one that is measured. Raises StoppedSafely where the incumbent's own server fails.
     """
     try:
@@ -325,6 +326,9 @@ def _measure(trial: Trial, servers: Servers, question: Question, test: Criterion
     trial.taken = _of_candidate(trial, servers, lambda running: running.taken)
     if same and list(same) == trial.taken:
         trial.failure = f"vLLM takes the same as before: {', '.join(same)}"
+    elif same and trial.value not in trial.taken:
+        trial.failure = f"vLLM takes {', '.join(trial.taken)} in its place"
+    if trial.failure:
         return
     with output.progress(f"{trial.switch} {trial.value}", question.pairs, "pairs") as advance:
         for number in range(question.pairs):

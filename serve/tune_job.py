@@ -222,6 +222,7 @@ def start_with(prepared: Prepared, options: Options, folder: Path) -> Callable[[
     named = target.checkpoint if target.checkpoint not in (None, target.directory) else None
     directory = target.directory
 
+    # (VLLM_CACHE_ROOT holds what is known of model classes too, which takes many seconds to find out: that part is shared)
     def start(settings: dict[str, str]) -> AbstractContextManager[Callable[[], Server]]:
         name = "-".join(f"{switch}-{label}" for switch, label in sorted(settings.items())).replace(" ", "-").replace("/", "-")[:150] or "baseline"
         profile = plan.base
@@ -231,9 +232,15 @@ def start_with(prepared: Prepared, options: Options, folder: Path) -> Callable[[
             plan.profile(settings).write(path)
             profile = str(path.absolute())
         (folder / "logs").mkdir(exist_ok=True)
+        # compiled code is kept apart: two servers that start at once would write one place, and vLLM's key for it knows nothing of plugins
+        cache, models = folder / "caches" / name, folder / "caches" / "modelinfos"
+        cache.mkdir(parents=True, exist_ok=True)
+        models.mkdir(exist_ok=True)
+        if not (cache / "modelinfos").is_symlink():
+            (cache / "modelinfos").symlink_to(models.absolute())
         return starting(directory, profile=profile, checkpoint=named, python=prepared.python, log=folder / "logs" / f"{name}.log",
                         timeout=options.start_timeout, verify=options.verify,
-                        environment={"GEMQ_EXTRA_ARGS": " ".join(filter(None, extra))})  # fmt: skip
+                        environment={"GEMQ_EXTRA_ARGS": " ".join(filter(None, extra)), "VLLM_CACHE_ROOT": str(cache.absolute())})  # fmt: skip
 
     return start
 
@@ -263,7 +270,8 @@ def tune(prepared: Prepared, options: Options, output_dir: Path, told: Callable[
         finally:
             servers.close()
         tuned.left_out = [*prepared.left_out, *tuned.left_out]
-        shutil.rmtree(partial / "candidates", ignore_errors=True)
+        for used in ("candidates", "caches"):
+            shutil.rmtree(partial / used, ignore_errors=True)
         if tuned.profile is not None:
             tuned.profile.write(partial / SHIPPED)
         with atomic.disk_errors(partial):
