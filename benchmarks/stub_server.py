@@ -66,7 +66,7 @@ class Engine:
         """Status, body and seconds for a request that is not streamed (the events of a stream are made of it)."""
         if body.get("model") != self.name:
             return 404, {"error": {"message": f"The model `{body.get('model')}` does not exist.", "code": 404}}, 0.0
-        asked = int(body.get("max_tokens", 16))
+        asked = int(body.get("max_completion_tokens") or body.get("max_tokens", 16))
         given = body["messages"][0]["content"] if path.endswith("/chat/completions") else body.get("prompt")
         if isinstance(given, list) and given and isinstance(given[0], dict):  # parts of a message
             if any(part["type"] != "text" for part in given):
@@ -202,7 +202,8 @@ async def _events(document: dict[str, Any], started: float, seconds: float) -> A
         await _sleep_until(started + seconds * (number + 1) / len(ids))
         last = number + 1 == len(ids)
         event: dict[str, Any] = {"model": document["model"], "choices": [{
-            "index": 0, "text": "x", "token_ids": [token], "finish_reason": choice["finish_reason"] if last else None}]}  # fmt: skip
+            "index": 0, "text": "x", "delta": {"content": "x"}, "token_ids": [token],
+            "finish_reason": choice["finish_reason"] if last else None}]}  # fmt: skip
         if number == 0:
             event["prompt_token_ids"] = document.get("prompt_token_ids") or choice.get("prompt_token_ids")
         yield json.dumps(event).encode()

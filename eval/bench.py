@@ -23,6 +23,7 @@ from gemq.eval.endpoint import Endpoint
 from gemq.eval.honesty import Finding, audit
 from gemq.eval.load import Finished, drive
 from gemq.eval.scores import Spread, spread
+from gemq.eval.vllm_load import VllmClient, drives
 from gemq.eval.workloads import Load, Prompt, Workload
 
 JOURNAL = "benchmark.jsonl"
@@ -85,13 +86,14 @@ def measure(run: int, answers: Sequence[Finished]) -> RunMeasure:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """A load, its runs, the spread of their TPS, and the streamed probe where the load itself is not streamed."""
+    """A load, its runs, the spread of their TPS, the streamed probe where the load itself is not streamed, and who sent it."""
 
     load: Load
     runs: tuple[RunMeasure, ...]
     tps: Spread
     probe: RunMeasure | None
     audit: tuple[Finding, ...]
+    client: str = "gemq"
 
     @property
     def first_token_ms(self) -> Times | None:
@@ -126,7 +128,7 @@ class BenchResult:
         """The result as JSON types."""
         loads = [{**result.load.model_dump(), "runs": [asdict(run) for run in result.runs], "tps": asdict(result.tps),
                   "streamed_probe": None if result.probe is None else asdict(result.probe),
-                  "audit": [asdict(finding) for finding in result.audit]} for result in self.loads]  # fmt: skip
+                  "audit": [asdict(finding) for finding in result.audit], "client": result.client} for result in self.loads]  # fmt: skip
         return {"kind": "bench", "target": self.target, "model": self.model, "base_url": self.base_url, "workload": self.workload.name,
                 "loads": loads, "memory": {"kind": self.memory_kind, "peak_bytes": self.peak_memory_bytes, "samples": self.memory_samples},
                 "ppl": self.ppl, "server_dependencies": self.server_dependencies}  # fmt: skip
@@ -153,7 +155,8 @@ def arena_summary(result: BenchResult, one: LoadResult, job_id: str) -> dict[str
         "model": result.model,
         "base_url": result.base_url,
         "benchmark_jsonl": JOURNAL,
-        "benchmark_dependencies": [f"{name}=={importlib.metadata.version(name)}" for name in ("gemq", "httpx")],
+        "benchmark_dependencies": [*(f"{name}=={importlib.metadata.version(name)}" for name in ("gemq", "httpx")),
+                                   *([one.client.replace(" ", "==")] if one.client != "gemq" else [])],
         "server_dependencies": result.server_dependencies,
         "job_id": job_id,
     }
@@ -249,7 +252,7 @@ def require_fit(endpoint: Endpoint, load: Load, prompts: Sequence[Prompt]) -> No
                 "choose a smaller --scale, or serve with a longer window (MAX_MODEL_LEN)")  # fmt: skip
 
 
-def _run(endpoint: Endpoint, load: Load, prompts: Sequence[Prompt], journal: Journal, run: int) -> RunMeasure:
+def _run(endpoint: Endpoint, load: Load, prompts: Sequence[Prompt], journal: Journal, run: int, client: VllmClient | None = None) -> RunMeasure:
     done = journal.of(load.name, run)
     have = {answer.index for answer in done}
     todo = [index for index in range(len(prompts)) if index not in have]
@@ -260,37 +263,44 @@ def _run(endpoint: Endpoint, load: Load, prompts: Sequence[Prompt], journal: Jou
                 journal.add(answer)
                 advance()
 
-            drive(endpoint, load, prompts, todo, keep, run=run, segment=segment)
+            (drive if client is None else client.drive)(endpoint, load, prompts, todo, keep, run=run, segment=segment)
     return measure(run, journal.of(load.name, run))
 
 
-def run_load(endpoint: Endpoint, load: Load, prompts: Sequence[Prompt], journal: Journal, *, runs: int, audited: bool) -> LoadResult:
-    """Measure a load `runs` times, probe it streamed if it isn't, and audit its answers."""
-    load = load.model_copy(update={"requests": len(prompts)})
-    measured = tuple(_run(endpoint, load, prompts, journal, run) for run in range(runs))
+def run_load(
+    endpoint: Endpoint, load: Load, prompts: Sequence[Prompt], journal: Journal, *, runs: int, audited: bool, client: VllmClient | None = None
+) -> LoadResult:
+    """Measure a load `runs` times, by gemq's client or by vLLM's, which streams it; probe it streamed if it isn't, and audit its answers."""
+    load = load.model_copy(update={"requests": len(prompts), "streamed": load.streamed or client is not None})
+    measured = tuple(_run(endpoint, load, prompts, journal, run, client) for run in range(runs))
     probe = None
     if not load.streamed:
         streamed = load.model_copy(update={"name": f"{load.name}-streamed", "streamed": True, "requests": min(PROBES, len(prompts)), "warmups": 0})
         probe = _run(endpoint, streamed, prompts[:PROBES], journal, 0)
     findings = audit(endpoint, load, prompts, journal.of(load.name, 0)) if audited else []
-    return LoadResult(load, measured, spread([run.tps for run in measured]), probe, tuple(findings))
+    return LoadResult(load, measured, spread([run.tps for run in measured]), probe, tuple(findings), client.name if client else "gemq")
 
 
 def run_bench(
     endpoint: Endpoint, workload: Workload, prompts: dict[str, list[Prompt]], *, target: str, runs: int = 1, audited: bool = True,
-    output_dir: Path | None = None, server_dependencies: Sequence[str] = (),
+    output_dir: Path | None = None, server_dependencies: Sequence[str] = (), client: VllmClient | None = None, client_kind: str = "gemq",
 ) -> tuple[BenchResult, Path | None]:  # fmt: skip
     """Measure every load of `workload` at `endpoint`, `prompts` by load's name; returns the result and the partial directory, if there is one.
+
+    vLLM's `client`, where there is one, drives the loads that --client `client_kind` leaves it.
 
     Publishing that directory is the caller's, so that it can add files. Raises StoppedSafely (75) with what was kept when the endpoint
     dies, UsageError, IntegrityError when an answer is not what was asked for.
     """
     for load in workload.loads:
         require_fit(endpoint, load, prompts[load.name])
+    clients = {load.name: client if drives(client_kind, load) else None for load in workload.loads}
     key = {"target": target, "model": endpoint.model, "workload": workload.model_dump(mode="json"), "runs": runs,
+           "clients": {name: one.name if one else "gemq" for name, one in clients.items()},
            "prompts": {name: [prompt.sha256 for prompt in some] for name, some in prompts.items()}}  # fmt: skip
     with _journal(output_dir, key) as journal:
-        loads = [run_load(endpoint, load, prompts[load.name], journal, runs=runs, audited=audited) for load in workload.loads]
+        loads = [run_load(endpoint, load, prompts[load.name], journal, runs=runs, audited=audited, client=clients[load.name])
+                 for load in workload.loads]  # fmt: skip
     result = BenchResult(target, endpoint.model, endpoint.base_url, workload, loads, list(server_dependencies))
     return result, None if output_dir is None else atomic.partial_of(output_dir)
 

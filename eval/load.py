@@ -107,7 +107,7 @@ def _read_stream(raw: Answer, where: str, name: str) -> tuple[list[int], object,
     return ids, echoed, usage, finish, arrivals
 
 
-def _read(raw: Answer, endpoint: Endpoint, load: Load, prompt: Prompt, where: str) -> tuple[list[int], object, int, list[tuple[float, int]]]:
+def read_answer(raw: Answer, endpoint: Endpoint, load: Load, prompt: Prompt, where: str) -> tuple[list[int], object, int, list[tuple[float, int]]]:
     """Token ids, the prompt's ids as echoed, the prompt's length, arrivals; raises where the answer is not what was asked for."""
     name, response = endpoint.name, raw.response
     if response.status_code >= 500 or response.status_code == 429:
@@ -173,7 +173,7 @@ async def _drive(
     endpoint: Endpoint, load: Load, prompts: Sequence[Prompt], todo: Sequence[int], done: Callable[[Finished], None], run: int, segment: int
 ) -> None:
     def read(index: int, raw: Answer) -> tuple[list[int], object, int, list[tuple[float, int]]]:
-        return _read(raw, endpoint, load, prompts[index], f"prompt {prompts[index].id} of {load.name}")
+        return read_answer(raw, endpoint, load, prompts[index], f"prompt {prompts[index].id} of {load.name}")
 
     def request(index: int) -> tuple[int, str, bytes]:
         path, body = request_body(endpoint, load, prompts[index])

@@ -3,11 +3,48 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 import torch
+import typer
+from click.testing import Result
 from small import random_records, save_fp8, save_gptq, save_int4, save_model, write_records
+from typer.testing import CliRunner
+
+from gemq import output
+
+Run = Callable[..., Result]
+
+
+class Registers(Protocol):
+    """A module of commands."""
+
+    def register(self, app: typer.Typer) -> None: ...
+
+
+@pytest.fixture
+def command_line() -> Iterator[Callable[..., Run]]:
+    """A function that turns a module of commands into one that calls them, with `before` in front of the arguments.
+
+    A gemq error comes back as the result's `exception`, as the program's main function sees it.
+    """
+
+    def made(commands: Registers, *before: object) -> Run:
+        app = typer.Typer()
+        app.callback()(lambda: None)
+        commands.register(app)
+
+        def call(*arguments: object) -> Result:
+            output.mode.json = False
+            return CliRunner().invoke(app, [str(argument) for argument in (*before, *arguments)])
+
+        return call
+
+    yield made
+    output.mode.json = False
 
 
 @pytest.fixture(scope="session")

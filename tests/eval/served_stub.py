@@ -35,7 +35,8 @@ class Adder(Engine):
 async def main() -> None:
     engine = Adder(float(os.environ.get("SPEED", "400")))
     engine.name = os.environ["SERVED_MODEL_NAME"]
-    server = StubServer(engine)
+    dies_after = os.environ.get("DIES_AFTER")
+    server = StubServer(engine, None if dies_after is None else int(dies_after))
     await server.start(int(os.environ["PORT"]))
     print("INFO:     Application startup complete.", flush=True)
     await asyncio.Event().wait()

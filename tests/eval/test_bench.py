@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from benchmarks.stub_server import BOS, Engine, StubServer
 from click.testing import Result
-from typer.testing import CliRunner
 
-from gemq import output
 from gemq.commands import bench as commands
 from gemq.errors import GemqError, IntegrityError, StoppedSafely, UsageError
 from gemq.eval import bench
@@ -31,18 +28,14 @@ SUMMARY_KEYS = {
 
 
 @pytest.fixture
-def run() -> Iterator[Run]:
-    """Call the commands; a gemq error comes back as `exception`."""
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    commands.register(app)
+def run(command_line: Callable[..., Run]) -> Run:
+    """Call the commands; gemq's own client sends the loads unless a test says otherwise."""
+    call = command_line(commands)
 
-    def call(*arguments: object) -> Result:
-        output.mode.json = False
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    def with_client(command: str, *arguments: object) -> Result:
+        return call(command, *arguments, *(["--client", "gemq"] if command == "bench" and "--client" not in arguments else []))
 
-    yield call
-    output.mode.json = False
+    return with_client
 
 
 def workload_file(path: Path, **load: Any) -> Path:

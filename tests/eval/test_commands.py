@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from click.testing import Result
 from small import random_records, write_records
-from typer.testing import CliRunner
 
-from gemq import output
 from gemq.commands import evaluate
 from gemq.errors import OverBudgetError, UsageError
 
@@ -23,17 +20,9 @@ Run = Callable[..., Result]
 
 
 @pytest.fixture
-def run() -> Iterator[Run]:
-    """Call the commands; a gemq error comes back as `exception`, as the program's main function sees it."""
-    app = typer.Typer()
-    evaluate.register(app)
-
-    def call(*arguments: object) -> Result:
-        output.mode.json = False
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-    yield call
-    output.mode.json = False
+def run(command_line: Callable[..., Run]) -> Run:
+    """Call the commands."""
+    return command_line(evaluate)
 
 
 def on_cpu(command: str, target: Path, data: Path) -> list[object]:

@@ -8,17 +8,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from click.testing import Result
 from small import random_records, write_records
-from typer.testing import CliRunner
 
-from gemq import output
 from gemq.commands import rehearse as commands
 from gemq.errors import IntegrityError, OverBudgetError, StoppedSafely, UsageError
 from gemq.eval import isolation
@@ -41,18 +38,9 @@ def submission(folder: Path, model: Path, script: str = "served_model.py", **env
 
 
 @pytest.fixture
-def run() -> Iterator[Run]:
-    """Call the command; a gemq error comes back as `exception`."""
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    commands.register(app)
-
-    def call(*arguments: object) -> Result:
-        output.mode.json = False
-        return CliRunner().invoke(app, ["rehearse", *(str(argument) for argument in arguments)])
-
-    yield call
-    output.mode.json = False
+def run(command_line: Callable[..., Run]) -> Run:
+    """Call the command."""
+    return command_line(commands, "rehearse")
 
 
 @pytest.fixture
@@ -89,10 +77,14 @@ def test_efficient_gemma(run: Run, source: Path, records: Path, tmp_path: Path) 
     assert any("no seal" in point for point in verdict["not_enforced"])
     assert json.loads((out / "verdict.json").read_text())["score"] == verdict["score"]
 
-
-def test_a_worse_model_fails_the_gate_of_perplexity(run: Run, source: Path, records: Path, tmp_path: Path) -> None:
-    mine, out = submission(tmp_path / "mine", source), tmp_path / "out"
-    result = run(mine, "--reference-ppl", 2.3, *options(records, out))
+    # judged again from its stages, as if stopped before the verdict, against a better reference's perplexity: no server is started
+    again = tmp_path / "again"
+    kept = shutil.copytree(out, tmp_path / "again.partial")
+    (kept / "06-reference-ppl.json").unlink()
+    (kept / "07-greedy.json").rename(kept / "06-greedy.json")
+    shutil.rmtree(mine / "model")
+    shutil.copytree(source, mine / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    result = run(mine, "--reference-ppl", 2.3, *options(records, again))
     assert isinstance(result.exception, OverBudgetError)
     assert result.exception.exit_code == 3
     verdict = verdict_of(result)
@@ -101,7 +93,7 @@ def test_a_worse_model_fails_the_gate_of_perplexity(run: Run, source: Path, reco
 
 
 def test_it_goes_on_where_it_stopped(run: Run, source: Path, records: Path, tmp_path: Path) -> None:
-    mine, out = submission(tmp_path / "mine", source, DIES_AFTER="30"), tmp_path / "out"
+    mine, out = submission(tmp_path / "mine", source, "served_stub.py", DIES_AFTER="30"), tmp_path / "out"
     arguments = [mine, *options(records, out)]
     stopped = run(*arguments)
     assert isinstance(stopped.exception, StoppedSafely), stopped.exception

@@ -70,6 +70,8 @@ def bench(
     prompts: Annotated[Path | None, typer.Option(help="Prompts: ShareGPT's .json, or a .jsonl; made from a seed if not given.")] = None,
     ppl: Annotated[Path | None, typer.Option(help="Token records to score after the loads, for summary.json's ppl.")] = None,
     ppl_records: Annotated[int | None, typer.Option(min=1, help="Score at most this many of them.")] = None,
+    client: Annotated[str, typer.Option(help="Who sends the load: gemq, vllm (its own bench client, which streams), or auto: vLLM's where it "
+                                        "is at hand and the load is streamed.")] = "auto",
     audit: Annotated[bool, typer.Option("--audit/--no-audit", help="Ask what an endpoint that cheats answers differently.")] = True,
     checkpoint: Checkpoint = None,
     tokenizer: Tokenizer = None,
@@ -83,6 +85,7 @@ def bench(
     from gemq.eval import bench as room
     from gemq.eval.memory import MemoryWatch
     from gemq.eval.target import Target as Opened
+    from gemq.eval.vllm_load import opened_client
     from gemq.eval.workloads import find_workload, prompts_for, read_prompts
 
     chosen = find_workload(workload, scale)
@@ -97,9 +100,10 @@ def bench(
             output.note(f"{load.name}: {len(sent[load.name])} prompts were given for {load.requests} requests; each is sent once")
     with opened.opened(python=python) as (endpoint, pid):
         with contextlib.ExitStack() as stack:
+            driver = stack.enter_context(opened_client(client, chosen.loads, python))
             watch = stack.enter_context(MemoryWatch(pid)) if pid is not None else None
             result, partial = room.run_bench(endpoint, chosen, sent, target=str(target), runs=runs, audited=audit, output_dir=output_dir,
-                                             server_dependencies=opened.dependencies)  # fmt: skip
+                                             server_dependencies=opened.dependencies, client=driver, client_kind=client)  # fmt: skip
         if watch is not None:
             result.memory_kind, result.peak_memory_bytes, result.memory_samples = watch.kind, watch.peak_bytes, watch.samples
         if ppl is not None:
