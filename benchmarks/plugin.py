@@ -1,4 +1,4 @@
-"""The int4 plugin on a card: `kernels` times E4B's linears and writes the tuned cuts; `engine` compares vLLM with and without it.
+"""The int4 plugin's kernels on a card: `kernels` times E4B's linears and writes the tuned cuts. The engine's part is plugin_engine.py.
 
     PYTHONPATH=serve/plugin python benchmarks/plugin.py kernels --seconds 120 --out "$OUT"
 
