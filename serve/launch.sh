@@ -186,7 +186,7 @@ serve() {
   # the arena has installed plugin/ if there is one; ours is named, so that nothing else that is installed is loaded beside it
   beside_me=$(dirname "${BASH_SOURCE[0]}")/plugin/gemq_int4
   if [[ -d "$beside_me" ]]; then
-    export VLLM_PLUGINS="${VLLM_PLUGINS:-gemq_int4}"
+    export VLLM_PLUGINS="${VLLM_PLUGINS-gemq_int4}"
     "$python" -c 'import importlib.metadata as m, sys; sys.exit(not m.entry_points(group="vllm.general_plugins", name="gemq_int4"))' ||
       printf 'launch.sh: plugin/ is here and not installed for %s: vLLM serves with its own kernels\n' "$python" >&2
   fi
