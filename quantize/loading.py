@@ -47,7 +47,9 @@ class RowEmbedding(nn.Module):
 
     def rows(self, ids: list[int]) -> torch.Tensor:
         """The rows `ids` of the table, [ids, dim], before they are scaled."""
-        rows = self._reader.read_rows(self._tensor, ids).to(self._device).to(torch.float32)
+        gpu = self._device.type == "cuda"
+        found = self._reader.read_rows(self._tensor, ids, threads=4 if gpu else 1, pinned=gpu)
+        rows = found.to(self._device, non_blocking=True).to(torch.float32)
         return rows if self.scheme is None else restore(*round_to_nearest(rows, self.scheme), self.scheme)
 
 

@@ -12,6 +12,7 @@ import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -185,15 +186,26 @@ class ShardReader:
         info = self.info(name)
         return self.read_bytes(info, 0, info.nbytes, pinned=pinned).view(DTYPES[info.dtype]).reshape(info.shape)
 
-    def read_rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
+    def read_rows(self, name: str, rows: Sequence[int], *, threads: int = 1, pinned: bool = False) -> torch.Tensor:
         """Rows `rows` of a matrix, in that order, without reading the others. Returns [len(rows), *shape[1:]]."""
         info = self.info(name)
         row_bytes = info.nbytes // max(info.shape[0], 1)
-        out = torch.empty(len(rows), row_bytes, dtype=torch.uint8)
-        for position, row in enumerate(rows):
-            if not 0 <= row < info.shape[0]:
-                raise IndexError(f"row {row} of {name}, which has {info.shape[0]}")
-            self._read_into(info.path, info.offset + row * row_bytes, out[position])
+        out = torch.empty(len(rows), row_bytes, dtype=torch.uint8, pin_memory=pinned)
+        view = _bytes_of(out.reshape(-1))
+
+        def read(first: int, stop: int) -> None:
+            for position in range(first, stop):
+                row = rows[position]
+                if not 0 <= row < info.shape[0]:
+                    raise IndexError(f"row {row} of {name}, which has {info.shape[0]}")
+                self._read_view(info.path, info.offset + row * row_bytes, view[position * row_bytes : (position + 1) * row_bytes])
+
+        if threads == 1 or len(rows) < 64 * threads:
+            read(0, len(rows))
+        else:
+            ends = [len(rows) * share // threads for share in range(threads + 1)]
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(read, ends[:-1], ends[1:]))
         return out.view(DTYPES[info.dtype]).reshape(len(rows), *info.shape[1:])
 
     def read_slice(self, name: str, first: int, count: int, *, pinned: bool = False) -> torch.Tensor:
@@ -210,8 +222,10 @@ class ShardReader:
         return out
 
     def _read_into(self, path: Path, offset: int, out: torch.Tensor) -> None:
-        descriptor = self._descriptor(path)
-        view = _bytes_of(out)
+        self._read_view(path, offset, _bytes_of(out))
+
+    def _read_view(self, path: Path, offset: int, view: memoryview) -> None:
+        descriptor = self._descriptors.get(path) or self._descriptor(path)
         done = 0
         while done < len(view):
             count = os.preadv(descriptor, [view[done:]], offset + done)
