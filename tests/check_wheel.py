@@ -17,7 +17,7 @@ def expected_files() -> set[str]:
     found = set()
     for room in ROOMS:
         folder = ROOT / "src" / "gemq" / room
-        patterns = ("*.py", "*.yaml", "launch.sh", "constraints-*.txt")
+        patterns = ("*.py", "*.yaml", "launch.sh", "constraints-*.txt", "plugin/pyproject.toml", "plugin/gemq_int4/tuned/*.json")
         found |= {f"gemq/{room}/{path.relative_to(folder).as_posix()}" for pattern in patterns for path in folder.rglob(pattern)}
     found |= {f"gemq/{path.name}" for path in (ROOT / "src" / "gemq").glob("*.py")}
     return found | {"gemq/py.typed"}
