@@ -7,6 +7,7 @@ order of a reduction on a card) `benchmarks/plugin.py kernels` checks on one.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -59,15 +60,13 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-E4B = [(2560, 128), (2560, 32), (2560, 64), (2560, -1), (2048, 128), (4096, 128), (10240, 128), (256, 128), (256, 32)]
-
-
-@pytest.mark.parametrize(("k", "group"), E4B)
-def test_e4bs_shapes_agree_with_float64(kernels: SimpleNamespace, k: int, group: int) -> None:
+# every K of E4B's linears, with the groups that recipes make; blocks of K side by side, fewer than there are where the loop goes around
+@pytest.mark.parametrize(("k", "group", "blocks"), [(2560, 128, 4), (2560, 32, 8), (2560, 64, 8), (2560, -1, 8), (2048, 128, 2), (4096, 128, 8),
+                                                    (10240, 128, 8), (256, 128, 1), (256, 32, 1)])  # fmt: skip
+def test_e4bs_shapes_agree_with_float64(kernels: SimpleNamespace, k: int, group: int, blocks: int) -> None:
     torch.manual_seed(k + group)
-    layout, words, scales, dense = matrix(kernels, 8, k, 4, group)
+    layout, words, scales, dense = matrix(kernels, 4, k, 4, group)
     x = torch.randn(1, k).bfloat16()
-    blocks = min(8, 1 << (layout.blocks.bit_length() - 1))
     cut = kernels.launch.Cut(2, blocks, max(1, blocks * layout.lanes // 32), 1)
     found = kernels.launch.matvec(x, words, scales, None, layout, cut, torch.float32)
     assert relative(found, x.double() @ dense.T) < 2e-5
@@ -79,7 +78,7 @@ def test_odd_sizes_and_bytes(kernels: SimpleNamespace, bits: int, k: int, group:
     layout, words, scales, dense = matrix(kernels, 5, k, bits, group)
     x, bias = torch.randn(1, k).bfloat16(), torch.randn(5).bfloat16()
     found = kernels.launch.matvec(x, words, scales, bias, layout, kernels.launch.Cut(1, 2, 1, 1), torch.float32)
-    assert relative(found, x.double() @ dense.T + bias.double()) < 2e-5
+    assert relative(found, x.double() @ dense.T + bias.double()) < 1e-4, "bytes sit in a float of 2**15: two digits fewer than nibbles"
 
 
 @pytest.mark.parametrize(("low", "high", "size"), [(1e-30, 1e-28, 1.0), (1e20, 1e22, 1.0), (1e-3, 1e-2, 1e30), (1e-8, 1e8, 1.0)])
@@ -105,19 +104,19 @@ def test_a_row_has_the_same_bits_in_every_batch_and_run(kernels: SimpleNamespace
     assert relative(alone, x[:3].double() @ dense.T) < 2e-5
     whole = times(x)
     assert torch.equal(whole[:3], alone)
-    assert torch.equal(times(x), whole)
-    for m in (2, 3, 5, 6, 7):
-        assert torch.equal(times(x[:m]), whole[:m])
+    assert torch.equal(times(x[3:]), whole[3:]), "five rows"
+    assert torch.equal(times(x[1:3]), whole[1:3])
+    assert torch.equal(times(x[:3]), alone)
+    assert torch.equal(times(x[:1]), alone[:1]), "a second run"
     wider = kernels.launch.matvec(x[:1], words, scales, None, layout, kernels.launch.Cut(2, 1, 1, 2), torch.float32)
     assert torch.equal(wider, whole[:1]), "rows a thread and stages must not change a bit"
 
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 128), (4, -1), (8, 32)])
-def test_large_batches_need_no_second_copy(kernels: SimpleNamespace, bits: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batches_need_no_second_copy(kernels: SimpleNamespace, bits: int, group: int) -> None:
     torch.manual_seed(3)
     layout, words, scales, dense = matrix(kernels, 6, 256, bits, group)
     assert torch.equal(kernels.layout.restore(words, scales.double(), layout), dense)
-    assert torch.equal(kernels.launch.expanded(words[:3], scales[:3], layout).shape and torch.tensor(0), torch.tensor(0))
     x = torch.randn(33, 256).bfloat16()
     found = kernels.launch.product(x, words, scales, None, layout, kernels.launch.Cut(1, 1, 1, 1))
     assert relative(found, x.double() @ dense.T) < 8e-3  # the weights themselves in bfloat16, and the interpreter cuts them off
@@ -151,7 +150,7 @@ def test_tuned_cuts_keep_the_order_of_sums(kernels: SimpleNamespace) -> None:
     files = sorted((PLUGIN / "gemq_int4" / "tuned").glob("*.json"))
     assert files
     for path in files:
-        card = __import__("json").loads(path.read_text())["card"]
+        card = json.loads(path.read_text())["card"]
         for (bits, _, k, group), cuts in kernels.cuts.tuned(card).items():
             assert set(cuts) == {1, 2, 4, 8}
             assert len({cut.blocks for cut in cuts.values()}) == 1
