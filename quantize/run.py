@@ -34,6 +34,7 @@ from gemq.quantize.rtn import round_to_nearest
 from gemq.quantize.scales import restore
 from gemq.quantize.seal import CARD_FILE, REPORTS, SealedFile, write_seal
 from gemq.quantize.skeleton import Matrix
+from gemq.quantize.tuning import Call, Solved, tune
 from gemq.quantize.walk import Walk, Walker
 from gemq.quantize.writing import ReadAhead, Request, Writing, threads_for
 from gemq.shards import ShardReader, ShardWriter
@@ -152,6 +153,7 @@ class _Run:
         self._parts: dict[str, list[Unit]] = {}
         for unit in self.plan.units:
             self._parts.setdefault(_part_of(unit), []).append(unit)
+        self._solved: dict[str, tuple[Unit, Solved]] = {}  # by module: what the layer's tuning starts from
         self._held = {part for part in self._parts if self._holds(part)}
 
     def _know_source(self) -> None:
@@ -202,7 +204,9 @@ class _Run:
                 walk = Walk(
                     self.plan, self.reader, self.job.calibration.windows, self.job.device, media, budget=self._budget, phases=self.phases
                 )
-                walk.run(Walker(self._restored, self._solve_unit, lambda index: self._finish(f"layer {index}"), self._solve_experts))
+                walk.run(
+                    Walker(self._restored, self._solve_unit, lambda index: self._finish(f"layer {index}"), self._solve_experts, self._tune)
+                )
             else:
                 left = [part for part in self._parts if part not in self._held]
                 ahead = self._read_ahead([unit for part in left for unit in self._parts[part]])
@@ -259,6 +263,11 @@ class _Run:
         for matrix, part, part_scales in zip(unit.matrices, stored.split(sizes), scales.split(sizes), strict=True):
             (whole,) = stored_matrices(self.plan.skeleton, matrix)
             self._write(whole, 0, part, part_scales, unit)
+        if self.plan.recipe.tuning and scheme.type == "int" and unit.layer is not None:
+            for matrix, meant, part, part_scales in zip(
+                unit.matrices, stacked.split(sizes), stored.split(sizes), scales.split(sizes), strict=True
+            ):
+                self._solved[matrix.module] = unit, Solved(meant, part, part_scales, scheme)
         atomic.write_point(f"written:{unit.name}")
         self._report(unit, report, started)
         return list(restore(stored, scales, scheme).split(sizes))
@@ -273,6 +282,29 @@ class _Run:
     def _read_ahead(self, units: list[Unit]) -> ReadAhead:
         requests = (request for unit in units for _, _, _, request in self._pieces(unit))
         return ReadAhead(self.reader, requests, self.phases, self._threads, pinned=torch.device(self.job.device).type == "cuda")
+
+    def _tune(self, index: int, layer: torch.nn.Module, calls: list[Call]) -> None:
+        """Tune what was solved of a layer, and write it again where that brought its output nearer to the source's."""
+        assert self.plan.recipe.tuning is not None
+        solved, self._solved = self._solved, {}
+        if not solved:
+            return
+        prefix = f"model.layers.{index}."
+        tuned = tune(
+            layer, {module.removeprefix(prefix): matrix for module, (_, matrix) in solved.items()}, calls, self.plan.recipe.tuning,
+            self.job.seed + index,
+        )  # fmt: skip
+        for module, (unit, _) in solved.items():
+            report = {"before": tuned.before, "after": tuned.after, "kept": bool(tuned.matrices)}
+            self.journal.reports[unit.name]["layer_tuning"] = report
+            if not tuned.matrices:
+                continue
+            stored, scales = tuned.matrices[module.removeprefix(prefix)]
+            (matrix,) = (matrix for matrix in unit.matrices if matrix.module == module)
+            (whole,) = stored_matrices(self.plan.skeleton, matrix)
+            self._write(whole, 0, stored, scales, unit)
+            layer.get_submodule(module.removeprefix(prefix)).weight.data.copy_(restore(stored, scales, unit.scheme.weights))
+        atomic.write_point(f"tuned:layer {index}")
 
     def _solve_by_rows(self, unit: Unit, hessian: gptq.Hessian | None, ahead: ReadAhead | None = None) -> None:
         """Solve the matrices of `unit` in pieces of rows, read from the source: rows are independent, whatever the solver."""

@@ -114,13 +114,15 @@ class _Latent:
 
 
 def _output(layer: nn.Module, latents: dict[str, _Latent], call: Call) -> torch.Tensor:
-    weights = {f"{name}.weight": latent.weight() for name, latent in latents.items()}
+    dtype = call.args[0].dtype
+    weights = {f"{name}.weight": latent.weight().to(dtype) for name, latent in latents.items()}
     output = functional_call(layer, weights, call.args, call.kwargs)
     return output[0] if isinstance(output, tuple) else output
 
 
 def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).square().sum() / target.square().sum()
+    target = target.to(torch.float32)
+    return (output.to(torch.float32) - target).square().sum() / target.square().sum()
 
 
 def _backward(layer: nn.Module, latents: dict[str, _Latent], call: Call) -> None:

@@ -26,6 +26,7 @@ from gemq.quantize.multimodal import DecoderInputs
 from gemq.quantize.phases import Phases
 from gemq.quantize.plan import Plan, Unit
 from gemq.quantize.replay import LayerCall, Reached, Replays
+from gemq.quantize.tuning import Call
 from gemq.shards import ShardReader
 from greenlet import getcurrent, greenlet
 from torch import nn
@@ -57,6 +58,14 @@ class _AtExperts:
 
 
 @dataclass(frozen=True)
+class _LeavingLayer:
+    index: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: torch.Tensor
+
+
+@dataclass(frozen=True)
 class _Done:
     hidden: torch.Tensor
 
@@ -77,8 +86,11 @@ class _Stream:
         for position, (run, batch) in enumerate(zip(self._runs, self._batches, strict=True)):
             self._arrive(position, run.switch(batch))
 
-    def resume(self) -> None:
-        """Bring every batch from where it stands to its next stop. What nothing reads any more is freed on the way."""
+    def resume(self, again: bool = False) -> None:
+        """Bring every batch from where it stands to its next stop. What nothing reads any more is freed on the way.
+
+        `again`: the layer that the batches are leaving has changed, and is computed once more.
+        """
         stand = _place(self.events[0])
         for position, run in enumerate(self._runs):
             if _place(self.events[position]) != stand:
@@ -86,7 +98,7 @@ class _Stream:
             spent = _spent_by(self.events[position])
             # the event is dropped before its batch goes on: the input it holds may be the batch's largest tensor
             self.events[position] = None
-            event = run.switch()
+            event = run.switch(again)
             if isinstance(event, _AtLayer) and event.index == 1 and (embeddings := self._embeddings[position]) is not None:
                 spent.append(embeddings)
                 self._embeddings[position] = None
@@ -114,12 +126,14 @@ class Walker:
     `restored(unit)` gives the unit's weights if an earlier run solved it (then it is only replayed), else None. `solve(unit, weights, hessian)`
     returns the weights that the stored form stands for. `layer_done(index)` follows the last unit of a layer. `solve_experts(units, module,
     rows_of)` replaces the weights of a mixture's experts in `module` [experts, out, in]; `rows_of(expert)` gives the inputs routed there.
+    `tune(index, layer, calls)` may better the weights of a layer whose units are all solved; it is asked where the recipe has `tuning`.
     """
 
     restored: Callable[[Unit], list[torch.Tensor] | None]
     solve: Callable[[Unit, list[torch.Tensor], Hessian | None], list[torch.Tensor]]
     layer_done: Callable[[int], None]
     solve_experts: Callable[[list[Unit], Any, Callable[[int], torch.Tensor]], None] | None = None
+    tune: Callable[[int, nn.Module, list[Call]], None] | None = None
 
 
 def batches_of(windows: Sequence[Sequence[int]], tokens: int = 2048) -> list[torch.Tensor]:
@@ -158,6 +172,7 @@ class Walk:
         self._solved: set[str] = set()
         self._hessians: dict[str, Hessian] = {}
         self._source: _Stream | None = None
+        self._restored_layers: set[int | None] = set()
         self._replays: Replays | None = None
 
     @torch.no_grad()
@@ -166,7 +181,7 @@ class Walk:
         prepare_decoder(self.skeleton, self.reader, self.device, self.dtype)
         hooks = self._hooks()
         quantized = self._stream()
-        if self.plan.recipe.gptq.asymmetric:
+        if self.plan.recipe.gptq.asymmetric or self.plan.recipe.tuning:
             self._source = _Stream(self._forward, self.batches, lambda position, event: None)
         try:
             restored = self._restore(walker, None)
@@ -187,11 +202,14 @@ class Walk:
                     self._solve_without_inputs(layer, walker)
                 elif isinstance(event, _AtExperts):
                     self._solve_experts(quantized.events, walker)
+                elif isinstance(event, _LeavingLayer):
+                    self._tune(quantized.events, walker)
                 else:
                     self._solve(event.unit, walker)
+                leaving = isinstance(event, _LeavingLayer)
                 del event
                 with self.phases("forward"):
-                    quantized.resume()
+                    quantized.resume(again=leaving)
             self._leave(layer, walker)
             self._solve_head(quantized.events, walker)
         finally:
@@ -229,6 +247,10 @@ class Walk:
             if mine and unit.method == "rtn" and unit.name not in self._solved:
                 self._solve(unit, walker)
 
+    def _source_at(self, position: int) -> Any:
+        """Where the source's batch `position` stands, if targets are to make up for what its inputs would have been."""
+        return self._source.events[position] if self._source is not None and self.plan.recipe.gptq.asymmetric else None
+
     def _observe(self, position: int, event: Any) -> None:
         if not isinstance(event, _AtUnit) or event.unit.method != "gptq":
             return
@@ -236,7 +258,8 @@ class Walk:
         if hessian is None:
             hessian = self._hessians[event.unit.name] = Hessian(event.unit.in_features, self.device)
         with self.phases.on_device("statistics"):
-            hessian.add(event.inputs, None if self._source is None else self._source.events[position].inputs)
+            source = self._source_at(position)
+        hessian.add(event.inputs, None if source is None else source.inputs)
 
     def _forward(self, batch: torch.Tensor | Media) -> _Done:
         if isinstance(batch, torch.Tensor):
@@ -249,7 +272,8 @@ class Walk:
     def _hooks(self) -> list[Any]:
         def pause_at_layer(index: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
-                getcurrent().parent.switch(_AtLayer(index, args[0] if index == 0 else None, LayerCall(index, module, args, kwargs)))
+                if (parent := getcurrent().parent) is not None:  # None: a layer that is being tuned
+                    parent.switch(_AtLayer(index, args[0] if index == 0 else None, LayerCall(index, module, args, kwargs)))
 
             return hook
 
@@ -267,7 +291,20 @@ class Walk:
 
             return hook
 
-        hooks = [layer.register_forward_pre_hook(pause_at_layer(index), with_kwargs=True) for index, layer in enumerate(self.skeleton.decoder.layers)]
+        def pause_at_exit(index: int) -> Callable[..., torch.Tensor | None]:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor | None:
+                parent = getcurrent().parent
+                if parent is None or index in self._restored_layers:
+                    return None
+                again = parent.switch(_LeavingLayer(index, args, kwargs, output))
+                return module.forward(*args, **kwargs) if again else None  # the layer has become another since
+
+            return hook
+
+        layers = list(enumerate(self.skeleton.decoder.layers))
+        hooks = [layer.register_forward_pre_hook(pause_at_layer(index), with_kwargs=True) for index, layer in layers]
+        if self.plan.recipe.tuning:
+            hooks += [layer.register_forward_hook(pause_at_exit(index), with_kwargs=True) for index, layer in layers]
         for index, layer in enumerate(self.skeleton.decoder.layers):
             if self._expert_units(index):
                 hooks.append(layer.experts.register_forward_pre_hook(pause_at_experts(index)))
@@ -287,6 +324,7 @@ class Walk:
         for unit in self.plan.units:
             if unit.layer == layer and unit.name != "lm_head" and not unit.is_table and (weights := walker.restored(unit)) is not None:
                 self._solved.add(unit.name)
+                self._restored_layers.add(layer)
                 found |= {matrix.module: weight for matrix, weight in zip(unit.matrices, weights, strict=True)}
         return found
 
@@ -324,6 +362,16 @@ class Walk:
             for module, weight in zip(modules, weights, strict=True):
                 module.weight.data.copy_(weight)
 
+    def _tune(self, events: list[_LeavingLayer], walker: Walker) -> None:
+        assert self._source is not None
+        assert walker.tune is not None
+        index = events[0].index
+        calls = [
+            Call(event.args, event.kwargs, source.output) for event, source in zip(events, self._source.events, strict=True)
+        ]  # fmt: skip
+        walker.tune(index, self.skeleton.decoder.layers[index], calls)
+        self._lead()
+
     def _lead(self) -> None:
         """Let the source's batches go ahead, while its own weights are still in place."""
         if self._source is not None:
@@ -352,7 +400,8 @@ class Walk:
         if unit.method == "gptq":
             hessian = Hessian(unit.in_features, self.device)
             for position, event in enumerate(events):
-                hessian.add(event.hidden, None if self._source is None else self._source.events[position].hidden)
+                source = self._source_at(position)
+                hessian.add(event.hidden, None if source is None else source.hidden)
         walker.solve(unit, [], hessian)
 
 
@@ -366,6 +415,8 @@ def _place(event: Any) -> object:
         return event.unit.name
     if isinstance(event, _AtExperts):
         return f"the experts of layer {event.layer}"
+    if isinstance(event, _LeavingLayer):
+        return f"the end of layer {event.index}"
     return event.index if isinstance(event, _AtLayer) else "the end"
 
 
