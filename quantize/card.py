@@ -175,7 +175,7 @@ def card_bytes(manifest: dict[str, Any], recipe: dict[str, Any], files: list[Sea
     )  # fmt: skip
     body = "\n".join([
         f"# {model_name(manifest)}", "", _opening(manifest, recipe), "", *_sizes(manifest), "", *_quality(measurements), "",
-        *_making(manifest, recipe), "", *_serving(), "", *_checking(content_digest(files)), "",
+        *_making(manifest, recipe), "", *_searching(manifest), *_serving(), "", *_checking(content_digest(files)), "",
     ])  # fmt: skip
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}")).encode()
 
@@ -229,6 +229,14 @@ def _making(manifest: dict[str, Any], recipe: dict[str, Any]) -> list[str]:
     return ["## How it was made", "", "| scheme | solver | units (what is fused for serving is one) |", "|---|---|---|", *table, "", how, "",
             *left_out, f"Seed {manifest['seed']}, on {manifest['device']}{threads}, by {versions}. `recipe.yaml` is the whole recipe, "
             "`provenance.intoto.json` names every file that went in by its SHA-256."]  # fmt: skip
+
+
+def _searching(manifest: dict[str, Any]) -> list[str]:
+    if not isinstance(manifest.get("search"), dict) or "decisions" not in manifest["search"]:
+        return []
+    from gemq.quantize.account import card_lines
+
+    return card_lines(manifest["search"])
 
 
 def _serving() -> list[str]:

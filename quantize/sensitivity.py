@@ -1,16 +1,18 @@
-"""What each scheme would do to each unit, measured once: the error of the unit's own output, and the KL of the whole model with that unit alone
-quantized.
+"""What each scheme would do to each decision, measured once: the error of its own output, and the KL of the whole model with it alone quantized.
 
-The walk goes through the source as it is. At each unit every candidate is solved on the same inputs. The coarsest is put into the whole model
-and KL(source || model) is measured on held-out windows; the others' KL is that, scaled by their own output errors, for KL is quadratic in a
-small error as the output error is. What was measured is written down unit by unit, and never measured again.
+The walk goes through the source as it is. At each unit the coarsest candidate is solved as a build would, put into the whole model, and
+KL(source || model) is measured on held-out windows. The others' KL is that, scaled by their errors, for KL is quadratic in a small error as
+the output's error is; and their errors are the coarsest's, scaled by what rounding to nearest makes of each, for what the solver gains is a
+factor that hardly depends on the grid. The head is measured at each of its schemes. What was measured is written down one decision at a time,
+and never measured again.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,53 +22,66 @@ import torch
 from gemq import output
 from gemq.atomic import write_file
 from gemq.errors import IntegrityError, UsageError
-from gemq.eval.local import LocalCheckpoint, LocalModel
+from gemq.eval.local import LocalCheckpoint
 from gemq.quantize import gptq
+from gemq.quantize.decisions import KEEP, Decision, decisions_of, options_of
+from gemq.quantize.experts import solve_experts
+from gemq.quantize.held_out import HeldOut, cut
 from gemq.quantize.journal import canonical
-from gemq.quantize.plan import Plan, Unit, make_plan, unit_bytes, why_not
+from gemq.quantize.plan import Plan, Unit
+from gemq.quantize.rtn import round_to_nearest
 from gemq.quantize.scales import restore
-from gemq.quantize.skeleton import Skeleton
 from gemq.quantize.walk import Walk, Walker
-from gemq.recipes.model import Recipe, Rule, Scheme
+from gemq.recipes.model import Scheme
 from gemq.shards import ShardReader
 from gemq.source import Source
 
-KEEP = "keep"
-SCHEMES: dict[str, Scheme] = {
-    **{
-        f"int4-g{size}": Scheme.model_validate({"weights": {"num_bits": 4, "strategy": "group", "group_size": size, "observer": "mse"}})
-        for size in (128, 64, 32)
-    },
-    "int8": Scheme.model_validate({"weights": {"num_bits": 8, "strategy": "channel"}}),
-    "fp8": Scheme.model_validate(
-        {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}, "input_activations": {"type": "float"}}
-    ),
-}
-DEFAULT_CANDIDATES = ("int4-g128", "int4-g64", "int4-g32", "int8", KEEP)
-_SCORED_POSITIONS = 256
+VERSION = 2  # of the method: what an earlier one measured is measured again
 _HELD_OUT_SHARE = 8  # of the calibration windows one in so many is kept for measuring KL
 _SOLVED_ON = 16  # windows that the candidates are solved on: a ranking needs fewer than a checkpoint
+_ROWS_AT_ONCE = 1 << 24  # weights of the head in float32 at a time
+# an E4M3 number keeps three bits after the point: step 1/8 on [1, 2), whose mean square is 7/3
+_FP8_INPUT_ERROR = (1 / 8) ** 2 / 12 / (7 / 3)
 
 
-def parse_candidates(text: str) -> tuple[str, ...]:
-    """The candidates named in `text`, comma-separated, the kept weight always among them; raises UsageError for one that has no kernel."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in SCHEMES and name != KEEP:
-            raise UsageError(f"candidate {name!r} is not known", f"choose among {', '.join([*SCHEMES, KEEP])}")
-    if not set(names) - {KEEP}:
-        raise UsageError("there is no candidate to choose", f"name some of {', '.join(SCHEMES)}")
-    return tuple(dict.fromkeys([*names, KEEP]))
+@dataclass(frozen=True)
+class Split:
+    """The calibration windows as the search uses them: `solved_on` for solving, `scored_on` for KL. No window is in both."""
+
+    solved_on: tuple[tuple[int, ...], ...]
+    scored_on: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, windows: Sequence[Sequence[int]]) -> Split:
+        """The last eighth of `windows` (two at least) is held out; raises UsageError for fewer than four."""
+        if len(windows) < 4:
+            raise UsageError(f"the search has {len(windows)} calibration windows", "give at least 4: some are held out to measure on")
+        held_out = max(2, len(windows) // _HELD_OUT_SHARE)
+        solved = [tuple(window) for window in windows[: len(windows) - held_out]]
+        # a window that stands there twice would be judged on what it was fitted to
+        scored = [window for window in map(tuple, windows[-held_out:]) if window not in set(solved)]
+        if not scored:
+            raise UsageError("every calibration window held out to measure on stands among the others too", "calibrate on distinct windows")
+        return cls(tuple(solved[:_SOLVED_ON]), tuple(map(tuple, cut(scored))))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of both."""
+        return hashlib.sha256(canonical([[list(window) for window in part] for part in (self.solved_on, self.scored_on)])).hexdigest()
 
 
 @dataclass
 class Sensitivities:
-    """Unit -> candidate -> harm (KL, nats a token) and output_error (relative), as far as they are measured; kept in a JSON file."""
+    """Decision -> candidate -> harm (KL, nats a token) and output error (relative), as far as they are measured; kept in a JSON file.
+
+    `tokens` counts the tokens that went through the whole model for it, walk and KL, over all runs.
+    """
 
     path: Path
     identity: dict[str, Any]
     harm: dict[str, dict[str, float]] = field(default_factory=dict)
     error: dict[str, dict[str, float]] = field(default_factory=dict)
+    tokens: float = 0.0
 
     @classmethod
     def open(cls, path: Path, identity: dict[str, Any]) -> Sensitivities:
@@ -77,7 +92,7 @@ class Sensitivities:
         try:
             held = json.loads(path.read_bytes())
             if held["identity"] == made.identity:
-                made.harm, made.error = dict(held["harm"]), dict(held["error"])
+                made.harm, made.error, made.tokens = dict(held["harm"]), dict(held["error"]), float(held["tokens"])
                 return made
             reason = "are of another source, calibration, candidate list or version"
         except (ValueError, KeyError, TypeError, OSError):
@@ -85,149 +100,193 @@ class Sensitivities:
         output.warn(f"the sensitivities in {path} {reason}: measuring again")
         return made
 
+    @property
+    def digest(self) -> str:
+        """The identity in short."""
+        return hashlib.sha256(canonical(self.identity)).hexdigest()
+
     def add(self, unit: str, harm: dict[str, float], error: dict[str, float]) -> None:
-        """Record a unit and write the file, whole or not at all."""
+        """Record a decision and write the file, whole or not at all."""
         self.harm[unit], self.error[unit] = harm, error
-        write_file(self.path, canonical({"identity": self.identity, "harm": self.harm, "error": self.error}))
+        self.save()
+
+    def save(self) -> None:
+        """Write the file."""
+        document = {"identity": self.identity, "harm": self.harm, "error": self.error, "tokens": self.tokens}
+        write_file(self.path, canonical(document))
 
 
-def search_plan(skeleton: Skeleton, recipe: Recipe) -> Plan:
-    """The plan whose units the search decides on: all that `recipe` quantizes by its rules, tables and head left out."""
-    keeps = tuple(rule for rule in recipe.rules if rule.scheme == KEEP)
-    int8 = SCHEMES["int8"]
-    rules = (*keeps, Rule(match=("ple",), scheme=int8, optional=True, method="gptq"), Rule(match=("decoder",), scheme=int8, method="gptq"))
-    plan = make_plan(skeleton, recipe.model_copy(update={"rules": rules, "gptq": recipe.gptq.model_copy(update={"asymmetric": 0.0})}))
-    if any(matrix.experts for unit in plan.units for matrix in unit.matrices):
-        raise UsageError(
-            "the budget search doesn't take mixtures of experts yet", "choose a recipe by hand and measure it with `gemq eval-ppl`"
-        )
-    return plan
-
-
-def options_of(plan: Plan, unit: Unit, candidates: Sequence[str]) -> dict[str, int]:
-    """Candidate -> bytes of `unit` under it, for those that its shapes and the kernels allow."""
-    return {
-        name: unit_bytes(plan, unit.matrices, SCHEMES.get(name))
-        for name in candidates
-        if name == KEEP or not any(why_not(plan.recipe, matrix, SCHEMES[name]) for matrix in unit.matrices)
-    }
-
-
-class _Model:
-    """The whole source in memory, and KL(source || itself with one unit's weights replaced) on held-out windows."""
-
-    def __init__(self, loaded: LocalModel, windows: Sequence[Sequence[int]]) -> None:
-        self._loaded = loaded
-        model = loaded.causal_model
-        self._text = getattr(model.base_model, "language_model", model.base_model)
-        self._ids = [torch.tensor([window]) for window in windows]
-        positions = sum(map(len, windows)) - len(windows)
-        self._stride = max(1, positions // _SCORED_POSITIONS)
-        self._probabilities: list[torch.Tensor] = []
-        self._negentropy: list[float] = []
-        with torch.inference_mode():
-            for hidden in self._hidden():
-                logs = loaded.head.log_probabilities(hidden)
-                probabilities = logs.exp()
-                self._negentropy.append((probabilities * logs).sum().item())
-                self._probabilities.append(probabilities)
-        self._count = sum(part.shape[0] for part in self._probabilities)
-
-    def _hidden(self) -> list[torch.Tensor]:
-        found = []
-        for ids in self._ids:
-            states = self._text(input_ids=ids.to(self._loaded.device), use_cache=False).last_hidden_state[0]
-            found += list(states[1 :: self._stride].split(64))
-        return found
-
-    @torch.inference_mode()
-    def kl(self, unit: Unit, weights: Sequence[torch.Tensor]) -> float:
-        """Nats a token with `unit`'s matrices replaced by `weights`; they are put back afterwards."""
-        modules = [self._text.get_submodule(matrix.module.removeprefix("model.")) for matrix in unit.matrices]
-        own = [module.weight.data for module in modules]
-        try:
-            for module, weight in zip(modules, weights, strict=True):
-                module.weight.data = weight.to(module.weight)
-            total = 0.0
-            for hidden, probabilities, negentropy in zip(self._hidden(), self._probabilities, self._negentropy, strict=True):
-                total += negentropy - (probabilities * self._loaded.head.log_probabilities(hidden)).sum().item()
-        finally:
-            for module, weight in zip(modules, own, strict=True):
-                module.weight.data = weight
-        return max(total / self._count, 0.0)
+def identity_of(plan: Plan, split: Split, candidates: Sequence[str], more: Mapping[str, Any]) -> dict[str, Any]:
+    """What sensitivities depend on: `more` (source, calibration, versions, device), the windows, candidates, decisions and solver."""
+    return {**more, "method": VERSION, "candidates": list(candidates), "windows": split.digest,
+            "decisions": [decision.name for decision in decisions_of(plan)], "gptq": plan.recipe.gptq.model_dump()}  # fmt: skip
 
 
 def measure(
     source: Source, reader: ShardReader, plan: Plan, windows: Sequence[Sequence[int]], candidates: Sequence[str], *, path: Path, device: str,
     identity: Mapping[str, Any],
 ) -> Sensitivities:  # fmt: skip
-    """The sensitivities of `plan`'s units to `candidates`, measured where the file at `path` has none.
+    """The sensitivities of `plan`'s decisions to `candidates`, measured where the file at `path` has none.
 
-    `windows` are the calibration set's; the last eighth of them (two at least) is held out for KL. Raises UsageError for fewer than four.
+    `windows` are the calibration set's, split as `Split.of` says. Raises UsageError for fewer than four, IntegrityError for a source that
+    makes no finite predictions.
     """
-    if len(windows) < 4:
-        raise UsageError(f"the search has {len(windows)} calibration windows", "give at least 4: some are held out to measure on")
-    held_out = max(2, len(windows) // _HELD_OUT_SHARE)
-    solved_on, scored_on = windows[: len(windows) - held_out][:_SOLVED_ON], windows[-held_out:][:4]
-    whole = {**identity, "candidates": list(candidates), "windows": _digest(solved_on, scored_on), "gptq": plan.recipe.gptq.model_dump()}
-    found = Sensitivities.open(path, whole)
-    if all(unit.name in found.harm for unit in plan.units):
+    split, decisions = Split.of(windows), decisions_of(plan)
+    found = Sensitivities.open(path, identity_of(plan, split, candidates, identity))
+    missing = [decision for decision in decisions if decision.name not in found.harm]
+    if not missing:
         return found
     with (
         LocalCheckpoint.open(str(source.directory)).loaded(device, "float32") as loaded,
-        output.progress("sensitivities", len(plan.units), "units") as advance,
+        output.progress("sensitivities", len(decisions), "units") as advance,
     ):
-        if done := sum(unit.name in found.harm for unit in plan.units):
-            advance(done)
-        model = _Model(loaded, scored_on)
+        if len(missing) < len(decisions):
+            advance(len(decisions) - len(missing))
+        model = HeldOut(loaded, split.scored_on)
 
-        def restored(unit: Unit) -> list[torch.Tensor] | None:
-            # a layer is replayed when all of it is measured: the walk goes through the source's own weights in any case
-            layer = [other.name for other in plan.units if other.layer == unit.layer]
-            if not all(name in found.harm for name in layer):
-                return None
-            return [reader.read(matrix.tensor).to(torch.float32) for matrix in unit.matrices]
+        def add(decision: Decision, harm: dict[str, float], error: dict[str, float]) -> None:
+            found.tokens, model.tokens = found.tokens + model.tokens, 0.0
+            found.add(decision.name, harm, error)
+            advance(1, f"{decision.name} " + " ".join(f"{name} {value:.1e}" for name, value in harm.items() if name != KEEP))
 
-        def solve(unit: Unit, weights: list[torch.Tensor], hessian: gptq.Hessian | None) -> list[torch.Tensor]:
-            assert hessian is not None
-            if unit.name not in found.harm:
-                harm, error = _try_all(plan, unit, weights, hessian, candidates, model)
-                found.add(unit.name, harm, error)
-                advance(1, f"{unit.name} " + " ".join(f"{name} {value:.1e}" for name, value in harm.items() if name != KEEP))
-            return weights
-
-        Walk(plan, reader, solved_on, device).run(Walker(restored, solve, lambda index: None))
+        if any(not decision.is_head for decision in missing):
+            _Through(plan, reader, decisions, candidates, model, found, add).walk(split.solved_on, device)
+        for decision in missing:
+            if decision.is_head:
+                add(decision, *_try_head(plan, reader, decision, candidates, model, torch.device(device)))
     return found
 
 
-def _try_all(
-    plan: Plan, unit: Unit, weights: list[torch.Tensor], hessian: gptq.Hessian, candidates: Sequence[str], model: _Model
+class _Through:
+    """The walk through the source that stops at every decision that is not measured yet."""
+
+    def __init__(
+        self, plan: Plan, reader: ShardReader, decisions: Sequence[Decision], candidates: Sequence[str], model: HeldOut, found: Sensitivities,
+        add: Callable[[Decision, dict[str, float], dict[str, float]], None],
+    ) -> None:  # fmt: skip
+        self._plan, self._reader, self._candidates, self._model, self._found, self._add = plan, reader, candidates, model, found, add
+        self._of = {unit.name: decision for decision in decisions for unit in decision.units}
+
+    def walk(self, windows: Sequence[Sequence[int]], device: str) -> None:
+        Walk(self._plan, self._reader, windows, device).run(Walker(self._restored, self._solve, lambda index: None, self._solve_experts))
+        self._found.tokens += sum(map(len, windows))
+        self._found.save()
+
+    def _restored(self, unit: Unit) -> list[torch.Tensor] | None:
+        if self._of[unit.name].is_head:
+            return []
+        # a layer is replayed when all of it is measured: the walk goes through the source's own weights in any case
+        layer = [decision.name for decision in self._of.values() if decision.layer == unit.layer and not decision.is_head]
+        if not all(name in self._found.harm for name in layer):
+            return None
+        return [self._reader.read(matrix.tensor).to(torch.float32) for matrix in unit.matrices]
+
+    def _solve(self, unit: Unit, weights: list[torch.Tensor], hessian: gptq.Hessian | None) -> list[torch.Tensor]:
+        assert hessian is not None
+        decision = self._of[unit.name]
+        if decision.name not in self._found.harm:
+            moments = hessian.mean(unit.name)
+            self._add(decision, *_try_linears(self._plan, decision, weights, moments, self._candidates, self._model))
+        return weights
+
+    def _solve_experts(self, units: list[Unit], module: Any, rows_of: Callable[[int], torch.Tensor]) -> None:
+        decision = self._of[units[0].name]
+        if decision.name not in self._found.harm:
+            self._add(decision, *_try_experts(self._plan, decision, module, rows_of, self._candidates, self._model))
+
+
+def _try_linears(
+    plan: Plan, decision: Decision, weights: Sequence[torch.Tensor], moments: torch.Tensor, candidates: Sequence[str], model: HeldOut
 ) -> tuple[dict[str, float], dict[str, float]]:
-    stacked, sizes = torch.cat(weights), [weight.shape[0] for weight in weights]
-    moments = hessian.mean(unit.name)
-    factorization = gptq.factorize(moments, plan.recipe.gptq, unit.name)
-    options = options_of(plan, unit, candidates)
-    error: dict[str, float] = {}
-    coarsest: torch.Tensor | None = None
-    probe = min((name for name in options if name != KEEP), key=lambda name: (options[name], name), default=None)
-    for name in options:
-        if name == KEEP:
-            continue
-        scheme = SCHEMES[name].weights
-        stored, scales = gptq.solve(stacked, factorization, scheme)
-        error[name] = gptq.output_error(stacked, stored, scales, scheme, moments)
-        if name == probe:
-            coarsest = restore(stored, scales, scheme)
-    if probe is None or coarsest is None:
+    probe, others = _probe(plan, decision, candidates)
+    if probe is None:
         return {KEEP: 0.0}, {KEEP: 0.0}
-    measured = model.kl(unit, coarsest.split(sizes))
+    stacked, sizes = torch.cat(list(weights)), [weight.shape[0] for weight in weights]
+
+    def nearest(label: str) -> float:
+        scheme = _scheme(decision, label).weights
+        rounded, spacing = round_to_nearest(stacked, scheme, moments.diagonal())
+        return gptq.output_error(stacked, rounded, spacing, scheme, moments)
+
+    scheme = _scheme(decision, probe).weights
+    stored, scales = gptq.solve(stacked, gptq.factorize(moments, plan.recipe.gptq, decision.name), scheme)
+    error = {probe: gptq.output_error(stacked, stored, scales, scheme, moments)}
+    gained = error[probe] / max(nearest(probe), 1e-30) if others else 1.0
+    error |= {label: gained * nearest(label) for label in others}
+    return _harms(decision, probe, error, model.kl(decision, restore(stored, scales, scheme).split(sizes)))
+
+
+def _try_experts(
+    plan: Plan, decision: Decision, module: Any, rows_of: Callable[[int], torch.Tensor], candidates: Sequence[str], model: HeldOut
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Every candidate is solved, expert by expert; the coarsest's weights go into the model, all of the layer's experts at once."""
+    probe, others = _probe(plan, decision, candidates)
+    if probe is None:
+        return {KEEP: 0.0}, {KEEP: 0.0}
+    leaves = [matrix.kind.path.rpartition(".")[2] for matrix in decision.matrices]
+    own = [getattr(module, leaf).data.clone() for leaf in leaves]
+    error, coarsest = {}, []
+    for label in (probe, *others):
+        units = [dataclasses.replace(unit, scheme=_scheme(decision, label)) for unit in decision.units]
+        solutions = solve_experts(units, module, rows_of, plan.recipe.gptq)
+        for _ in solutions:  # each expert's weights are replaced as it goes
+            pass
+        error[label] = sum(float(report["output_error"]) for report in solutions.reports.values()) / len(units)
+        if label == probe:
+            coarsest = [getattr(module, leaf).data.clone() for leaf in leaves]
+        for leaf, weight in zip(leaves, own, strict=True):
+            getattr(module, leaf).data.copy_(weight)
+    return _harms(decision, probe, error, model.kl(decision, coarsest))
+
+
+def _try_head(
+    plan: Plan, reader: ShardReader, decision: Decision, candidates: Sequence[str], model: HeldOut, device: torch.device
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Every candidate in the model: no layer is computed for it."""
+    (matrix,) = decision.matrices
+    harm, error = {}, {}
+    for label in options_of(plan, decision, candidates):
+        if label == KEEP:
+            continue
+        scheme, sums = _scheme(decision, label).weights, [0.0, 0.0]
+
+        def pieces(scheme: Any = scheme, sums: list[float] = sums) -> Iterator[tuple[int, torch.Tensor]]:
+            count = max(1, _ROWS_AT_ONCE // matrix.in_features)
+            for first in range(0, matrix.out_features, count):
+                rows = reader.read_slice(matrix.tensor, first, min(count, matrix.out_features - first)).to(device).to(torch.float32)
+                restored = restore(*round_to_nearest(rows, scheme), scheme)
+                sums[0] += (rows - restored).square().sum().item()
+                sums[1] += rows.square().sum().item()
+                yield first, restored
+
+        harm[label] = _finite(decision, label, model.kl_of_head(pieces(), matrix.out_features))
+        error[label] = sums[0] / max(sums[1], 1e-30)
+    return {**harm, KEEP: 0.0}, {**error, KEEP: 0.0}
+
+
+def _scheme(decision: Decision, label: str) -> Scheme:
+    scheme = decision.scheme(label)
+    assert scheme is not None
+    return scheme
+
+
+def _probe(plan: Plan, decision: Decision, candidates: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The coarsest candidate that `decision` can take, and the others."""
+    options = [option for option in options_of(plan, decision, candidates).values() if option.label != KEEP]
+    probe = min(options, key=lambda option: (option.disk_bytes, option.label), default=None)
+    return (None, []) if probe is None else (probe.label, [option.label for option in options if option is not probe])
+
+
+def _harms(decision: Decision, probe: str, error: dict[str, float], measured: float) -> tuple[dict[str, float], dict[str, float]]:
+    """Harm and error by label, from the errors of weights alone and the KL with the probe's; rounded inputs add their own error."""
+    scale = _finite(decision, probe, measured) / max(error[probe], 1e-30)
+    whole = {label: value + (_FP8_INPUT_ERROR if _scheme(decision, label).input_activations else 0.0) for label, value in error.items()}
+    return {**{label: scale * value for label, value in whole.items()}, KEEP: 0.0}, {**whole, KEEP: 0.0}
+
+
+def _finite(decision: Decision, label: str, measured: float) -> float:
     if not measured >= 0:
         raise IntegrityError(
-            f"{unit.name} as {probe} makes the model's output {measured}", "check the source: `gemq eval-ppl` on it should be finite"
+            f"{decision.name} as {label} makes the model's output {measured}", "check the source: `gemq eval-ppl` on it should be finite"
         )
-    scale = measured / max(error[probe], 1e-30)
-    return {**{name: scale * value for name, value in error.items()}, KEEP: 0.0}, {**error, KEEP: 0.0}
-
-
-def _digest(*sets: Sequence[Sequence[int]]) -> str:
-    return hashlib.sha256(canonical([[list(window) for window in windows] for windows in sets])).hexdigest()
+    return measured

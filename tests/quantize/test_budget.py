@@ -6,16 +6,32 @@ import json
 import math
 
 import pytest
+import torch
 import yaml
-from tests.quantize.small_jobs import make_job
+from tests.quantize.small_jobs import make_job, windows
 
 from gemq.errors import OverBudgetError, UsageError
 from gemq.eval.kl import evaluate_kl
-from gemq.eval.ppl import evaluate_ppl
+from gemq.eval.ppl import RecordScore, evaluate_ppl
+from gemq.eval.statistics import cluster_mean
 from gemq.eval.windows import write_records
-from gemq.quantize import budget as budgets
-from gemq.quantize.budget import Budget, search
-from gemq.quantize.sensitivity import DEFAULT_CANDIDATES, KEEP, Sensitivities, measure, parse_candidates, search_plan
+from gemq.quantize import search as searching
+from gemq.quantize.budget import Budget, Spent, Trial, judged_and_held_out
+from gemq.quantize.decisions import (
+    DEFAULT_CANDIDATES,
+    HEAD,
+    KEEP,
+    decides_on_head,
+    decisions_of,
+    options_of,
+    parse_candidates,
+    refusals,
+    require_useful,
+    search_plan,
+)  # fmt: skip
+from gemq.quantize.overlap import require_disjoint
+from gemq.quantize.search import Search, Trials
+from gemq.quantize.sensitivity import Sensitivities, Split, measure
 from gemq.quantize.skeleton import load_skeleton
 from gemq.quantize.verify import verify_against_source
 from gemq.recipes.model import load_recipe
@@ -54,16 +70,20 @@ def measured(gemma3, tmp_path_factory):
     units = search_plan(skeleton, job.plan.recipe)
     found = measure(job.source, reader, units, job.calibration.windows, DEFAULT_CANDIDATES, path=folder / "s.json", device="cpu", identity={})
     data = folder / "records.jsonl"
-    write_records(data, job.calibration.windows[:6])
+    write_records(data, windows(512, 8, 32, seed=9))
     return job, units, found, data
 
 
 def test_sensitivities_fall_with_every_finer_scheme_and_are_real_kl(measured):
     _, units, found, _ = measured
-    assert found.harm.keys() == {unit.name for unit in units.units}
-    for harms in found.harm.values():
-        assert harms["int4-g128"] >= harms["int4-g32"] > harms["int8"] > harms[KEEP] == 0
-    total = sum(harms["int4-g128"] for harms in found.harm.values())
+    assert list(found.harm) == [decision.name for decision in decisions_of(units)]
+    assert list(found.harm)[-1] == HEAD
+    for name, harms in found.harm.items():
+        if name != HEAD:
+            assert harms["int4-g128"] >= harms["int4-g32"] > harms["int8"] > harms[KEEP] == 0
+    assert found.harm[HEAD].keys() == {"int4-channel", "int8", KEEP}
+    assert found.harm[HEAD]["int4-channel"] > 10 * found.harm[HEAD]["int8"] > found.harm[HEAD][KEEP] == 0
+    total = sum(harms["int4-g128"] for name, harms in found.harm.items() if name != HEAD)
     assert 1e-3 < total < 1
 
 
@@ -106,58 +126,217 @@ def test_sensitivities_of_something_else_or_damaged_are_measured_anew_with_a_wor
     assert "measuring again" in capsys.readouterr().err
 
 
-def run(measured, gemma3, tmp_path, budget, **options):
+def make_search(measured, gemma3, folder, budget, **options):
     _, units, found, data = measured
-    made = make_job(gemma3, tmp_path / "out", "w4a16-g32")
+    (folder / "state").mkdir(parents=True, exist_ok=True)
+    made = make_job(gemma3, folder / "out", "w4a16-g32")
 
-    def measure_build(directory):
-        return evaluate_ppl(str(directory), data, reference=str(gemma3), with_kl=True, dtype="float32"), []
+    def judge(directory):
+        return evaluate_ppl(str(directory), data, reference=str(gemma3), with_kl=True, dtype="float32", kept=folder / "state" / "kept"), []
 
-    return search(made, units, found, budget, candidates=DEFAULT_CANDIDATES, objective="decode", state=tmp_path / "state",
-                  measure=measure_build, data_identity="records", **options)  # fmt: skip
+    return Search(made, units, found, budget, DEFAULT_CANDIDATES, "decode", folder / "state", judge, "records", {"judged_on": "records.jsonl"},
+                  **options)  # fmt: skip
 
 
-def test_the_winner_meets_the_budget_on_disk_and_costs_less_than_int8(measured, gemma3, tmp_path):
-    (tmp_path / "state").mkdir()
-    budget = Budget("kl", 0.02)
-    won = run(measured, gemma3, tmp_path, budget)
-    again = evaluate_kl(str(won.directory), measured[3], reference=str(gemma3), dtype="float32")
-    assert again.kl_nats.upper_95 == pytest.approx(won.trial.upper, rel=1e-3)
-    assert again.kl_nats.upper_95 <= 0.02
-    assert won.trial.bits_per_decoder_weight < 8
-    assert len(set(won.trial.mix.values())) > 1
-    assert not verify_against_source(won.directory, gemma3).differences
-    manifest = json.loads((won.directory / "gemq.json").read_text())
-    assert manifest["search"]["tried"]
-    assert sum(trial["chosen"] for trial in manifest["search"]["tried"]) == 1
-    assert manifest["search"]["harm"] == measured[2].harm
-    recipe = yaml.safe_load((won.directory / "recipe.yaml").read_text())
+@pytest.fixture(scope="module")
+def won(measured, gemma3, tmp_path_factory):
+    """A search that came to its end, and its folder."""
+    folder = tmp_path_factory.mktemp("won")
+    return make_search(measured, gemma3, folder, Budget("kl", 0.02)).run(), folder
+
+
+def test_the_winner_meets_the_budget_on_disk_and_costs_less_than_int8(measured, gemma3, tmp_path, won):
+    found, _ = won
+    again = evaluate_kl(str(found.directory), measured[3], reference=str(gemma3), dtype="float32")
+    kept = [record for place, record in enumerate(again.per_record) if place % 4 != 3]
+    bound = cluster_mean([record.kl_nats for record in kept], [record.tokens for record in kept], positive=True).upper_95
+    assert bound == pytest.approx(found.trial.judged.kl_upper, rel=1e-3)
+    assert bound <= 0.02
+    assert found.trial.bits_per_decoder_weight < 8
+    assert len(set(found.trial.mix.values())) > 1
+    assert not verify_against_source(found.directory, gemma3).differences
+    recipe = yaml.safe_load((found.directory / "recipe.yaml").read_text())
     assert recipe["name"] == "w4a16-g32-kl-0.02"
     # the recipe it carries makes the same mix without any search
-    assert make_job(gemma3, tmp_path / "again", str(won.directory / "recipe.yaml")).plan.bits_per_weight() == pytest.approx(
-        won.trial.bits_per_decoder_weight, abs=1e-3
-    )
+    plan = make_job(gemma3, tmp_path / "again", str(found.directory / "recipe.yaml")).plan
+    assert plan.bits_per_weight() == pytest.approx(found.trial.bits_per_decoder_weight, abs=1e-3)
+    assert plan.bytes_per_token()[1] == found.trial.bytes_per_token
+    assert (HEAD in plan.quantized_matrices) == (found.trial.mix[HEAD] != KEEP)
 
 
-def test_a_larger_budget_uses_what_was_measured_and_buys_fewer_bits(measured, gemma3, tmp_path):
-    for folder in ("tight", "loose"):
-        (tmp_path / folder / "state").mkdir(parents=True)
-    tight = run(measured, gemma3, tmp_path / "tight", Budget("kl", 0.005))
-    loose = run(measured, gemma3, tmp_path / "loose", Budget("kl", 0.05))
-    assert loose.trial.bits_per_decoder_weight < tight.trial.bits_per_decoder_weight
+def test_the_manifest_and_the_card_tell_what_was_searched_tried_and_rejected(measured, won):
+    found, _ = won
+    told = json.loads((found.directory / "gemq.json").read_text())["search"]
+    assert sum(trial["chosen"] for trial in told["tried"]) == 1
+    for trial in told["tried"]:
+        assert trial["chosen"] == (trial["why_not"] == "")
+        assert trial["met"] == (trial["upper"] <= 0.02)
+    assert told["held_out"]["records"] == 2
+    chosen = {name: entry["chosen"] for name, entry in told["decisions"].items()}
+    assert chosen == found.trial.mix
+    unit = told["decisions"]["layers.0.mlp.down_proj"]
+    assert unit["considered"]["int8"]["predicted_kl_nats"] == pytest.approx(measured[2].harm["layers.0.mlp.down_proj"]["int8"], rel=1e-4)
+    assert unit["considered"]["int8"]["bytes"] > unit["considered"]["int4-g128"]["bytes"]
+    card = (found.directory / "README.md").read_text()
+    assert "## How the schemes were chosen" in card
+    assert all(f"| {trial['mix']} |" in card for trial in told["tried"])
+    assert "2 records that the search never looked at" in card
+
+
+def test_a_larger_budget_starts_from_what_is_known_and_buys_fewer_bytes(measured, gemma3, won):
+    _, folder = won
+    builds = []
+    before = len(Trials.open(folder / "state", measured[2], "records", "decode").all())
+    loose = make_search(measured, gemma3, folder, Budget("kl", 0.08))
+    (folder / "out").rename(folder / "first")
+    original = Search._build
+
+    def counting(self, mix, predicted, cost):
+        builds.append(mix)
+        return original(self, mix, predicted, cost)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Search, "_build", counting)
+        found = loose.run()
+        assert found.trial.bytes_per_token < won[0].trial.bytes_per_token
+        assert len(Trials.open(folder / "state", measured[2], "records", "decode").all()) == before + len(builds)
+        # the first budget again: its winner is known, and built once more without any search
+        (folder / "out").rename(folder / "second")
+        builds.clear()
+        again = make_search(measured, gemma3, folder, Budget("kl", 0.02)).run()
+    assert again.trial.mix == won[0].trial.mix
+    assert builds == [again.trial.mix]
 
 
 def test_no_mix_good_enough_says_how_near_the_best_came_and_publishes_nothing(measured, gemma3, tmp_path, monkeypatch):
-    (tmp_path / "state").mkdir()
-    monkeypatch.setattr(budgets, "allocate", lambda choices, limit: {unit: options[0] for unit, options in choices.items()})
+    monkeypatch.setattr(searching, "allocate", lambda choices, limit: {unit: options[0] for unit, options in choices.items()})
     with pytest.raises(OverBudgetError, match=r"nearest of 1 builds has the bound .* nats at \d\.\d\d bits"):
-        run(measured, gemma3, tmp_path, Budget("kl", 1e-6))
+        make_search(measured, gemma3, tmp_path, Budget("kl", 1e-6)).run()
     assert not (tmp_path / "out").exists()
 
 
-def test_mixtures_of_experts_are_refused_with_the_reason(tmp_path):
+def test_trials_of_other_sensitivities_are_forgotten_and_damaged_ones_told_of(measured, tmp_path, capsys):
+    spent = Spent(6, 100, 0.01, 0.02, 0.01, 0.02)
+    trial = Trial({"a": "int8"}, 0.01, 1.0, 10, 8.0, 20.0, spent, None)
+    Trials.open(tmp_path, measured[2], "d", "decode").add(trial)
+    assert Trials.open(tmp_path, measured[2], "d", "decode").of({"a": "int8"}) == trial
+    assert not Trials.open(tmp_path, measured[2], "d", "size").all()
+    other = Sensitivities(tmp_path / "x", {"source": "another"})
+    assert not Trials.open(tmp_path, other, "d", "decode").all()
+    (tmp_path / "trials.json").write_text('{"sensitivities": 1')
+    assert not Trials.open(tmp_path, measured[2], "d", "decode").all()
+    assert "can't be read" in capsys.readouterr().err
+
+
+def test_every_fourth_record_is_held_out_once_there_are_eight():
+    def scored(count):
+        return [RecordScore(str(place), 10, 20.0 + place, 20.0, 0.1) for place in range(count)]
+
+    class Result:
+        def __init__(self, count):
+            self.per_record = tuple(scored(count))
+
+    judged, held_out = judged_and_held_out(Result(9))
+    assert [record.id for record in held_out] == ["3", "7"]
+    assert [record.id for record in judged] == ["0", "1", "2", "4", "5", "6", "8"]
+    assert judged_and_held_out(Result(7))[1] == []
+    spent = Spent.of(judged)
+    assert spent.log_ratio == pytest.approx((0 + 1 + 2 + 4 + 5 + 6 + 8) / 70)
+    assert spent.kl == pytest.approx(0.01)
+    with pytest.raises(UsageError, match="one record"):
+        Spent.of(judged[:1]).of_budget(Budget("kl", 0.1))
+
+
+def test_records_that_stand_in_the_calibration_set_are_refused():
+    fitted, other = windows(512, 4, 64), windows(512, 4, 64, seed=5)
+    assert require_disjoint(fitted, other) == 0
+    with pytest.raises(UsageError, match="2 of the 4 records"):
+        require_disjoint(fitted, [*other[:2], fitted[1][10:], fitted[0]])
+    assert 0 < require_disjoint(fitted, [[*other[0], *fitted[0][:20]]]) < 0.5
+
+
+def test_windows_for_solving_and_for_measuring_are_disjoint():
+    given = windows(512, 16, 40)
+    split = Split.of([*given[:14], given[0], given[15]])
+    assert split.solved_on == tuple(map(tuple, given[:14]))
+    assert split.scored_on == (tuple(given[15]),)
+    with pytest.raises(UsageError, match="held out"):
+        Split.of([given[0]] * 8)
+    with pytest.raises(UsageError, match="3 calibration windows"):
+        Split.of(given[:3])
+
+
+def test_a_candidate_that_no_unit_takes_is_refused_with_its_reason(gemma3):
+    skeleton, _ = load_skeleton(gemma3)
+    gptq = load_recipe("w4a16-g32").model_copy(update={"format": "gptq"})
+    units = search_plan(skeleton, gptq)
+    with pytest.raises(UsageError, match=r"no unit .* fp8: "):
+        require_useful(units, ("fp8", "int8", KEEP))
+    require_useful(units, ("int4-g32", "int8", KEEP))
+    head = decisions_of(units)[-1]
+    assert "weight-only" in refusals(search_plan(skeleton, load_recipe("w4a16")), head, ("fp8", KEEP))["fp8"]
+
+
+def test_a_tied_head_costs_a_token_its_bytes_and_the_disk_nothing_until_it_is_untied(gemma3):
+    skeleton, _ = load_skeleton(gemma3)
+    units = search_plan(skeleton, load_recipe("w4a16"))
+    options = options_of(units, decisions_of(units)[-1], DEFAULT_CANDIDATES)
+    assert options[KEEP].disk_bytes == 0
+    assert options[KEEP].token_bytes == 2 * skeleton.text.vocab_size * skeleton.text.hidden_size
+    assert options["int8"].disk_bytes == options["int8"].token_bytes > options["int4-channel"].token_bytes
+    assert decides_on_head(load_recipe("w4a16"))
+    assert not decides_on_head(load_recipe("w4a16-fast"))
+    assert HEAD not in [decision.name for decision in decisions_of(search_plan(skeleton, load_recipe("w4a16"), head=False))]
+
+
+@pytest.mark.parametrize("kind", ["e4b", "moe"])
+def test_a_forward_begun_in_the_middle_gives_what_a_whole_one_gives(kind, tmp_path):
     from tests.models.gemma4 import build
 
-    skeleton, _ = load_skeleton(build("moe", tmp_path / "moe"))
-    with pytest.raises(UsageError, match="mixtures of experts"):
-        search_plan(skeleton, load_recipe("w4a16-g32"))
+    from gemq.eval.local import LocalCheckpoint
+    from gemq.quantize.held_out import HeldOut
+
+    directory = build(kind, tmp_path / kind)
+    skeleton, _ = load_skeleton(directory)
+    decisions = [decision for decision in decisions_of(search_plan(skeleton, load_recipe("w4a16-g32"))) if not decision.is_head]
+    chosen = [decision for decision in decisions if decision.layer in (None, 1, 5, 7)]
+    generator = torch.Generator().manual_seed(0)
+    with LocalCheckpoint.open(str(directory)).loaded("cpu", "float32") as loaded:
+        model, whole = HeldOut(loaded, windows(512, 3, 24)), HeldOut(loaded, windows(512, 3, 24))
+        assert model.partial
+        whole.partial = False
+        for decision in chosen:
+            weights = [torch.randn(matrix.experts or 1, matrix.out_features, matrix.in_features, generator=generator).mul_(0.05)
+                       for matrix in decision.matrices]  # fmt: skip
+            weights = [weight if matrix.experts else weight[0] for matrix, weight in zip(decision.matrices, weights, strict=True)]
+            expected = whole.kl(decision, weights)
+            assert expected > 0
+            assert model.kl(decision, weights) == pytest.approx(expected, rel=1e-4), decision.name
+        assert model.tokens < 0.7 * whole.tokens
+
+
+def test_all_experts_of_a_layer_are_one_decision_and_are_measured_together(tmp_path):
+    from tests.models.gemma4 import build
+
+    directory = build("moe", tmp_path / "moe")
+    job = make_job(directory, tmp_path / "out", "w4a16-g32")
+    skeleton, reader = load_skeleton(directory)
+    units = search_plan(skeleton, job.plan.recipe, head=False)
+    experts = [decision for decision in decisions_of(units) if decision.is_experts]
+    assert [decision.name for decision in experts] == [f"layers.{layer}.experts" for layer in range(8)]
+    assert {len(decision.matrices) for decision in experts} == {2}
+    candidates = ("int4-g128", "int4-g32", "int8", KEEP)
+    options = options_of(units, experts[0], candidates)
+    assert "int4-g128" not in options  # 192 inputs
+    assert "192 inputs" in refusals(units, experts[0], candidates)["int4-g128"]
+    assert options[KEEP].token_bytes == options[KEEP].disk_bytes / 2  # two of four experts are read
+    few = [window[:16] for window in job.calibration.windows[:4]]
+    found = measure(job.source, reader, units, few, ("int4-g32", "int8", KEEP), path=tmp_path / "s.json", device="cpu", identity={})
+    for decision in experts:
+        harms = found.harm[decision.name]
+        assert harms["int4-g32"] > harms["int8"] > harms[KEEP] == 0
+    mix = {decision.name: "int4-g32" if decision.is_experts else "int8" for decision in decisions_of(units)}
+    recipe = searching.recipe_of(job.plan.recipe, units, mix, "mixed", "a mix")
+    plan = make_job(directory, tmp_path / "mixed", recipe).plan
+    assert {unit.scheme.label() for unit in plan.units if unit.matrices[0].experts} == {"int4 g32"}
+    assert {unit.scheme.label() for unit in plan.units if not unit.matrices[0].experts} == {"int8 channel"}

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gemq.quantize.budget import Budget
     from gemq.quantize.plan import Plan
     from gemq.quantize.run import Job, Outcome
+    from gemq.quantize.search_run import BudgetData
     from gemq.source import Source
 
 DEFAULT_MODEL = "google/gemma-4-E4B-it"
@@ -83,12 +84,16 @@ def quantize(
     budget = None
     if ppl_budget is not None or kl_budget is not None:
         from gemq.quantize.budget import OBJECTIVES, Budget
+        from gemq.quantize.decisions import DEFAULT_CANDIDATES, decides_on_head, parse_candidates
 
         budget = Budget.parse(ppl_budget, kl_budget)
         if objective not in OBJECTIVES:
             raise UsageError(f"--objective is {objective!r}", f"give {', '.join(OBJECTIVES)}")
+        named = DEFAULT_CANDIDATES if candidates is None else parse_candidates(candidates)
         if eval_data == "none":
             raise UsageError("a budget needs data to be measured on, and --eval-data is none", "give self, or a .txt or .jsonl file")
+    elif candidates is not None or search_state is not None:
+        raise UsageError("--candidates and --search-state belong to a search, and no budget is given", "add --ppl-budget or --kl-budget")
     default = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(model).name) or 'model'}-{used.name}"
     target = output_directory or Path(default if budget is None else f"{default}-{budget.label}")
     if not dry_run:
@@ -120,7 +125,7 @@ def quantize(
     from gemq.quantize.run import quantize as make_checkpoint
 
     windows = None
-    if used.needs_calibration:
+    if used.needs_calibration or budget is not None:
         windows = load_calibration(
             calibration,
             model_dir=source.directory,
@@ -133,14 +138,14 @@ def quantize(
             device=chosen,
         )
     if budget is not None:
-        from gemq.quantize.sensitivity import DEFAULT_CANDIDATES, parse_candidates
+        from gemq.quantize.search_run import BudgetData
 
-        named = DEFAULT_CANDIDATES if candidates is None else parse_candidates(candidates)
-        state = search_state or target.parent / f"{default}.search"
-        assert windows is not None
         assert measure_on is not None
+        state = search_state or target.parent / f"{default}.search"
         job = Job(source, plan, reader, windows, target, seed, chosen, "auto", gpu_memory_bytes)
-        _search(job, budget, named, objective, state, search_builds, measure_on, eval_records, length)
+        # another seed than the calibration's, so that nothing is judged on what it was fitted to
+        judged_on = BudgetData(measure_on, eval_records, length, seed + 1)
+        _search(job, budget, named, objective, state, search_builds, judged_on, lm_head is None and decides_on_head(used))
         return
     results: list[PplResult] = []
 
@@ -163,53 +168,27 @@ def quantize(
     _show_outcome(outcome, plan, results[0] if results else None)
 
 
-def _search(
-    job: Job, budget: Budget, candidates: tuple[str, ...], objective: str, state: Path, builds: int, data: str, records: int, length: int
-) -> None:
-    """The fastest mix within `budget`, published at the job's output."""
-    from gemq import atomic
-    from gemq.eval.records import file_sha256
-    from gemq.quantize.budget import search
-    from gemq.quantize.card import summary
-    from gemq.quantize.run import versions
-    from gemq.quantize.sensitivity import measure as measure_sensitivities
-    from gemq.quantize.sensitivity import search_plan
-    from gemq.quantize.skeleton import load_skeleton
-    from gemq.source import file_hashes
+def _search(job: Job, budget: Budget, candidates: tuple[str, ...], objective: str, state: Path, builds: int, data: BudgetData, head: bool) -> None:
+    """The fastest mix within `budget`, published at the job's output and told of."""
+    from gemq.quantize.search_run import run_search
 
-    assert job.calibration is not None
-    state.mkdir(parents=True, exist_ok=True)
-    identity = {"source": file_hashes(job.source.directory), "calibration": job.calibration.sha256, "versions": versions(), "device": job.device}
-    told = f"self, seed {job.seed + 1}" if data == "self" else None
-    results: list[PplResult] = []
-
-    def measure(directory: Path) -> tuple[PplResult, list[dict[str, Any]]]:
-        results.append(_measure(directory, job.output, job.source, data, records, length, job.seed, job.device))
-        return results[-1], [summary(results[-1].to_json(), told)]
-
-    with atomic.locked(state), atomic.disk_errors(state):
-        skeleton, reader = load_skeleton(job.source.directory)
-        assert reader is not None
-        units = search_plan(skeleton, job.plan.recipe)
-        found = measure_sensitivities(
-            job.source, reader, units, job.calibration.windows, candidates, path=state / "sensitivities.json", device=job.device,
-            identity=identity,
-        )  # fmt: skip
-        data_identity = f"{told or file_sha256(Path(data))}, {records} records of {length}"
-        won = search(
-            job, units, found, budget, candidates=candidates, objective=objective, state=state, measure=measure,  # type: ignore[arg-type]
-            data_identity=data_identity, builds=builds,
-        )  # fmt: skip
+    won = run_search(job, budget, candidates, objective, state, builds, data, head=head)  # type: ignore[arg-type]
     output.table(
-        f"within {budget.show(budget.nats)}", ("mix", "bits a weight", "a token reads", "predicted", "measured", "95% bound", ""),
-        [(trial.described, f"{trial.bits_per_decoder_weight:.2f}", output.human_bytes(trial.bytes_per_token), budget.show(trial.predicted),
-          budget.show(trial.value), budget.show(trial.upper), "chosen" if trial is won.trial else "") for trial in won.trials],
+        f"within {budget.show(budget.nats)}", ("mix", "bits a weight", "a token reads", "predicted KL", "measured", "95% bound", ""),
+        [(trial.described, f"{trial.bits_per_decoder_weight:.2f}", output.human_bytes(trial.bytes_per_token), f"{trial.predicted:.4f}",
+          *map(budget.show, trial.judged.of_budget(budget)), "chosen" if trial is won.trial else "") for trial in won.trials],
     )  # fmt: skip
-    output.result(
-        {"checkpoint": str(won.directory), "seal": won.seal, "search": won.manifest["search"]},
-        f"{won.directory}: {won.trial.bits_per_decoder_weight:.2f} bits a decoder weight, bound {budget.show(won.trial.upper)} "
-        f"of {budget.show(budget.nats)}\nseal sha256:{won.seal}\nwhat was measured stays in {state} for the next budget",
-    )
+    search = won.manifest["search"]
+    lines = [f"{won.directory}: {won.trial.bits_per_decoder_weight:.2f} bits a decoder weight, bound {budget.show(won.trial.upper(budget))} "
+             f"of {budget.show(budget.nats)} on {won.trial.judged.records} records"]  # fmt: skip
+    if search["held_out"] is None:
+        lines.append("none of the records was held out from the search: with eight or more (--eval-records) every fourth is")
+    else:
+        lines.append(f"on {search['held_out']['records']} records that the search never looked at: {search['held_out']['told']}")
+        if not search["held_out"]["within"]:
+            output.warn(f"the records held out say {search['held_out']['told']}, above the budget: measure on more (--eval-records)")
+    lines += [f"seal sha256:{won.seal}", f"what was measured stays in {state} for the next budget and for gemq pareto"]
+    output.result({"checkpoint": str(won.directory), "seal": won.seal, "search": search}, "\n".join(lines))
 
 
 def _measuring_data(eval_data: str) -> str | None:
