@@ -26,6 +26,7 @@ from gemq.serve.trials import FAMILY_ERROR, Criterion, Question, Servers, Trial,
 JOURNAL = "tried.jsonl"
 AGAIN = ("baseline", "again")
 TOGETHER = ("all", "together")
+UNQUIET = 1.02
 _TELLS_BY_WHAT_IS_TAKEN = ("kernel", "attention")
 
 
@@ -192,6 +193,8 @@ def search(job: Search, journal: Journal, servers: Servers, told: Callable[[Tria
     again = _baseline(job, journal, servers, outcome, told)
     distance = paired_ratio(again.pairs, job.confidence).ratio
     outcome.floor = max(distance, 1 / distance)
+    if outcome.floor > UNQUIET:
+        output.warn(f"two servers of the same configuration lie {outcome.floor - 1:.1%} apart: only what gains more can win; is the machine quiet?")
     test = Criterion(job.confidence, outcome.floor, job.tolerance)
     incumbent: dict[str, str] = {}
     taken = again.taken

@@ -47,7 +47,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     "vllm/model_executor/__init__.py": "",
     "vllm/model_executor/kernels/__init__.py": "",
     "vllm/model_executor/kernels/linear/__init__.py": '''
-NAMES = ["MacheteLinearKernel", "MarlinLinearKernel", "ExllamaLinearKernel", "TritonW4A16LinearKernel"]
+NAMES = ["MacheteLinearKernel", "MarlinLinearKernel", "ExllamaLinearKernel"]
 _POSSIBLE_KERNELS = {"cuda": [type(name, (), {}) for name in NAMES]}
 _POSSIBLE_FP8_KERNELS = _POSSIBLE_INT8_KERNELS = {}
 ''',
@@ -127,7 +127,7 @@ class Switched(Engine):
 
 
 async def main():
-    speed = float(os.environ.get("FAKE_SPEED", "60"))
+    speed = float(os.environ.get("FAKE_SPEED", "40"))
     for does in behavior:
         speed *= does.get("speed", 1.0)
     dies = next((does["dies"] for does in behavior if "dies" in does), None)
