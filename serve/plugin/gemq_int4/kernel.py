@@ -67,13 +67,12 @@ def _dot8(q, x, t, F):
 
 
 @triton.jit
-def gemv(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, F, G, K: tl.constexpr, BITS: tl.constexpr, GC: tl.constexpr, LANES: tl.constexpr,
+def gemv(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, K: tl.constexpr, BITS: tl.constexpr, GC: tl.constexpr, LANES: tl.constexpr,
          MP: tl.constexpr, R: tl.constexpr, U: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, WARPS: tl.constexpr,
          EARLY: tl.constexpr):  # fmt: skip
     """y [M, N] (bf16; float32 shows the sum unrounded) from x [M, K / 2] int32 (pairs of bf16), w and s as `layout.arrange` makes them, M <= MP.
 
-    F and G are the bits of 128.0 and 2048.0 (32768.0 for bytes): as arguments, because two constants in one `(q & mask) | magic` become two
-    instructions, and a constant with a register becomes one. A block is LANES x 4 words of a row; GC: groups in a block's quarter, 0 where a
+    A block is LANES x 4 words of a row; GC: groups in a block's quarter, 0 where a
     row has one scale. U blocks are read at once, R rows a thread. EARLY: the launch before this one may still be running (programmatic
     dependent launch): weights are called into the cache, then its end is waited for.
     """
@@ -96,6 +95,11 @@ def gemv(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, F, G, K: tl.constexpr, BITS: t
         at = w_ptr + n[None, :, :] * (BLOCKS * LANES * 4) + (tl.minimum(line, (BLOCKS * LANES - 1) // 8) * 32)[:, None, None]
         tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
         tl_cuda.gdc_wait()
+    # The magic floats plus a zero that the compiler can't know to be one: two constants in `(q & mask) | magic` would make two instructions of
+    # it, a constant and a register make one. Added, not or'ed: an or would be taken apart again.
+    zero = ((tl.program_id(0) + lane) >> 30)[:, None, None]
+    F = (0x43000000 if BITS == 4 else 0x47000000) + zero
+    G = 0x45000000 + zero
     acc = ()
     for _ in tl.static_range(MP):
         acc += (tl.zeros((UL, BP, R), tl.float32),)

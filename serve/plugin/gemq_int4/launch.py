@@ -11,7 +11,6 @@ from gemq_int4.kernel import expand, gemv
 from gemq_int4.layout import Layout
 
 ROWS = 8  # the most rows of x that the matrix-vector kernel takes
-MAGIC = {4: (0x43000000, 0x45000000), 8: (0x47000000, 0x47000000)}
 _EXPANDED_BYTES = 256 << 20  # of weights in bf16 at a time
 _CHUNKED_ROWS = 32  # up to here reading the packed weights several times costs less than writing them out once
 
@@ -48,9 +47,8 @@ def matvec(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bias: tor
     y = torch.empty((m, n), dtype=dtype, device=x.device)
     pairs = x.contiguous().view(torch.int32)
     grid = (triton.cdiv(n, cut.program_rows(layout)),)
-    first, second = MAGIC[layout.bits]
     options = {"num_warps": cut.warps, **({"launch_pdl": True} if early else {})}
-    gemv[grid](pairs, words, scales, scales if bias is None else bias, y, n, m, first, second, layout.k, layout.bits, layout.groups, layout.lanes,
+    gemv[grid](pairs, words, scales, scales if bias is None else bias, y, n, m, layout.k, layout.bits, layout.groups, layout.lanes,
                padded_rows(m), cut.rows, cut.blocks, cut.stages, bias is not None, cut.warps, early, **options)  # fmt: skip
     return y
 
