@@ -161,9 +161,9 @@ def test_tuned_cuts_keep_the_order_of_sums() -> None:
             assert all(isinstance(cut, Cut) and cut.fits(layout.Layout(bits, k, group)) for cut in by_rows.values())
 
 
-@pytest.mark.parametrize(("name", "value"), [("GEMQ_INT4", "yes"), ("GEMQ_INT4_LARGE", "both"), ("GEMQ_INT4_TUNE", "soon"),
+@pytest.mark.parametrize(("name", "value"), [("GEMQ_INT4", "yes"), ("GEMQ_INT4_LARGE", "both"), ("GEMQ_INT4_EARLY", "2"), ("GEMQ_INT4_TUNE", "soon"),
                                              ("GEMQ_INT4_TUNE", "-1"), ("GEMQ_INT4_TUNE", "nan"), ("GEMQ_INT4_TUNE", "9999")])
 def test_a_setting_that_makes_no_sense_is_named(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=name):
         settings.read({name: value})
-    assert settings.read({}) == settings.Settings(True, "stock", 0.0)
+    assert settings.read({}) == settings.Settings(True, "stock", 0.0, False)

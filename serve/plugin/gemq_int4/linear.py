@@ -25,13 +25,16 @@ CAPABILITIES = (80, 103)  # Ampere to data-centre Blackwell
 # that all layers of a shape share one compiled graph.
 _LARGE: dict[int, Callable[[torch.Tensor, bool], torch.Tensor]] = {}
 _chooser: Chooser | None = None
+_early = False
 _said: set[str] = set()
 
 
 def chooser() -> Chooser:
     """This process's cuts."""
-    global _chooser
+    global _chooser, _early
     if _chooser is None:
+        capability = current_platform.get_device_capability()
+        _early = settings.read().early and capability is not None and capability.to_int() >= 90
         _chooser = Chooser(torch.cuda.get_device_name(), settings.read().tune)
     return _chooser
 
@@ -48,7 +51,7 @@ def _linear(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bias: to
         return x.new_empty(shape)
     if flat.shape[0] <= ROWS:
         layout = Layout(bits, k, group)
-        y = matvec(flat, words, scales, bias, layout, chooser().cut(layout, words.shape[0], flat.shape[0]))
+        y = matvec(flat, words, scales, bias, layout, chooser().cut(layout, words.shape[0], flat.shape[0]), early=_early)
     else:
         y = _LARGE[words.data_ptr()](flat, bias is not None)
     return y.reshape(shape)

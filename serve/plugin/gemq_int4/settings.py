@@ -1,4 +1,5 @@
-"""What the environment says: GEMQ_INT4 (0: leave vLLM as it is), GEMQ_INT4_LARGE (stock or own) and GEMQ_INT4_TUNE (seconds)."""
+"""What the environment says: GEMQ_INT4 (0: leave vLLM as it is), GEMQ_INT4_LARGE (stock or own), GEMQ_INT4_TUNE (seconds) and
+GEMQ_INT4_EARLY (1: begin before the kernel before has ended, on cards that can)."""
 
 from __future__ import annotations
 
@@ -10,19 +11,24 @@ LARGE = ("stock", "own")
 
 @dataclass(frozen=True)
 class Settings:
-    """`on`; `large`: who multiplies batches above 8 rows (stock keeps a second copy of the weights, own doesn't); `tune`: seconds at the start."""
+    """`on`; `large`: who multiplies batches above 8 rows (stock keeps a second copy of the weights, own doesn't); `tune`: seconds at the start;
+    `early`: programmatic dependent launches, from compute capability 90.
+    """
 
     on: bool = True
     large: str = "stock"
     tune: float = 0.0
+    early: bool = False
 
 
 def read(environment: dict[str, str] | None = None) -> Settings:
     """The settings; raises ValueError naming the variable, its value and what is valid."""
     env = os.environ if environment is None else environment
-    on = env.get("GEMQ_INT4", "").strip() or "1"
-    if on not in ("0", "1"):
-        raise ValueError(f"GEMQ_INT4 is {on!r}; 0 or 1 is valid")
+    switches = {}
+    for name, usual in (("GEMQ_INT4", "1"), ("GEMQ_INT4_EARLY", "0")):
+        switches[name] = env.get(name, "").strip() or usual
+        if switches[name] not in ("0", "1"):
+            raise ValueError(f"{name} is {switches[name]!r}; 0 or 1 is valid")
     large = env.get("GEMQ_INT4_LARGE", "").strip() or "stock"
     if large not in LARGE:
         raise ValueError(f"GEMQ_INT4_LARGE is {large!r}; valid are {' and '.join(LARGE)}")
@@ -33,4 +39,4 @@ def read(environment: dict[str, str] | None = None) -> Settings:
         tune = -1.0
     if not 0 <= tune <= 600:
         raise ValueError(f"GEMQ_INT4_TUNE is {said!r}; seconds from 0 to 600 are valid")
-    return Settings(on == "1", large, tune)
+    return Settings(switches["GEMQ_INT4"] == "1", large, tune, switches["GEMQ_INT4_EARLY"] == "1")
