@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from gemq import output
+from gemq.devices import choose
 from gemq.errors import UsageError
 from gemq.eval.finished import FinishedRecords
 from gemq.eval.histogram import kl_histogram
-from gemq.eval.local import Head, LocalCheckpoint, LocalModel, chunks, require_device, require_dtype, require_finite
+from gemq.eval.local import Head, LocalCheckpoint, LocalModel, chunks, require_dtype, require_finite
 from gemq.eval.plan import Plan
 from gemq.eval.records import Record, file_sha256
 from gemq.eval.statistics import Estimate, cluster_mean
@@ -161,7 +162,7 @@ def _reference_states(
     if kept is not None:
         from gemq.eval.kept import head_of, key_of, read_states, write_states
 
-        where = require_device(device)
+        where = torch.device(choose(device))
         computed = require_dtype(dtype, where, reference.stored_dtype)
         key = key_of(reference, records, str(computed))
         found = read_states(kept, key, len(records))

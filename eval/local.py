@@ -21,27 +21,13 @@ from typing import Any
 
 import torch
 
+from gemq.devices import choose
 from gemq.errors import GemqError, IntegrityError, UsageError
 from gemq.eval.records import Record
 from gemq.shards import ShardReader
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CHUNK_ELEMENTS = 1 << 25  # logits at a time: 128 MiB of float32
-
-
-def require_device(name: str) -> torch.device:
-    """The torch device of a --device value; "auto" is the first GPU, or else the CPU. Raises UsageError where it can't be used."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"device {name!r} can't be used here: {reason}", "choose --device auto, cpu, cuda or cuda:N") from None
-    if device.type == "meta":
-        raise UsageError("device 'meta' computes nothing", "choose --device auto, cpu, cuda or cuda:N")
-    return device
 
 
 def require_dtype(name: str, device: torch.device, stored: str | None = None) -> torch.dtype:
@@ -142,7 +128,7 @@ class LocalCheckpoint:
     @contextlib.contextmanager
     def loaded(self, device: str = "auto", dtype: str = "auto") -> Iterator[LocalModel]:
         """Yield the model in memory; it is freed when the block ends."""
-        where = require_device(device)
+        where = torch.device(choose(device))
         model = LocalModel(self.name, _load(self, where, require_dtype(dtype, where, self.stored_dtype)), where)
         try:
             yield model

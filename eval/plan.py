@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from gemq import atomic, output
+from gemq.devices import choose
 from gemq.errors import GemqError, Interrupted, StoppedSafely, UsageError
 from gemq.eval.endpoint import Endpoint, is_url
 from gemq.eval.finished import FinishedRecords
-from gemq.eval.local import LocalCheckpoint, require_device, require_dtype
+from gemq.eval.local import LocalCheckpoint, require_dtype
 from gemq.eval.recorded import Recorded
 from gemq.eval.records import Record, file_sha256, read_records
 
@@ -47,7 +50,7 @@ class Plan:
             atomic.require_absent(output_path)
             if not output_path.parent.is_dir():
                 raise UsageError(f"the directory of --output {output_path} does not exist", "create it, or choose another --output")
-        require_dtype(dtype, require_device(device))
+        require_dtype(dtype, torch.device(choose(device)))
         opened = open_target(target)
         other = None if reference is None else open_reference(reference) if kind == "kl" else open_target(reference)
         sides: list[Judged] = [opened] if other is None else [opened, other]

@@ -197,9 +197,9 @@ def test_head_of_an_unknown_kind_is_refused(source: Path, records_file: Path, mo
 
 
 def test_devices_and_dtypes(source: Path, records_file: Path) -> None:
-    with pytest.raises(UsageError, match="device 'warp'"):
+    with pytest.raises(UsageError, match="--device is 'warp'"):
         evaluate_ppl(str(source), records_file, device="warp")
-    with pytest.raises(UsageError, match="device 'cuda:99'"):
+    with pytest.raises(UsageError, match="--device cuda:99"):
         evaluate_ppl(str(source), records_file, device="cuda:99")
     with pytest.raises(UsageError, match="dtype 'int3'"):
         evaluate_ppl(str(source), records_file, device="cpu", dtype="int3")
