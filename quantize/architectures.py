@@ -54,6 +54,26 @@ DECODER_PARTS = ("attention", "mlp", "experts")
 
 
 @dataclass(frozen=True)
+class Producer:
+    """What alone makes a unit's input, so that scales of the input's channels can be taken into it: a norm, or a linear whose rows they are.
+
+    Only such a linear whose output is multiplied into the input, nothing nonlinear between; only such a norm that nothing else reads.
+    Not here: v_proj before o_proj (Gemma 4 norms v), anything before per_layer_input_gate (it reads the residual).
+    """
+
+    unit: str
+    path: str
+    is_norm: bool
+
+
+PRODUCERS = (
+    Producer("self_attn.qkv_proj", "input_layernorm", is_norm=True),
+    Producer("mlp.gate_up_proj", "pre_feedforward_layernorm", is_norm=True),
+    Producer("mlp.down_proj", "mlp.up_proj", is_norm=False),
+)
+
+
+@dataclass(frozen=True)
 class Architecture:
     """One entry of `config.architectures`."""
 
@@ -62,7 +82,7 @@ class Architecture:
     prefixes: tuple[str, ...]  # what stands for the text model's `model.` in tensor names; the first is what transformers saves
     head_names: tuple[str, ...]
     towers: tuple[str, ...] = ()
-    norm_is_one_plus_w: bool = False
+    norm_is_one_plus_w: bool | None = None  # a norm multiplies by 1 + w, or by w; None: nobody has looked, and no norm is touched
 
 
 _MULTIMODAL_PREFIXES = ("model.language_model.", "language_model.model.")
@@ -73,11 +93,11 @@ ARCHITECTURES = {
         Architecture("Gemma3ForCausalLM", None, ("model.",), ("lm_head",), norm_is_one_plus_w=True),
         Architecture("Gemma3ForConditionalGeneration", "text_config", _MULTIMODAL_PREFIXES, _MULTIMODAL_HEADS,
                      towers=("vision_tower", "multi_modal_projector"), norm_is_one_plus_w=True),
-        Architecture("Gemma4ForCausalLM", None, ("model.",), ("lm_head",)),
+        Architecture("Gemma4ForCausalLM", None, ("model.",), ("lm_head",), norm_is_one_plus_w=False),
         Architecture("Gemma4ForConditionalGeneration", "text_config", _MULTIMODAL_PREFIXES, _MULTIMODAL_HEADS,
-                     towers=("vision_tower", "audio_tower", "embed_vision", "embed_audio")),
+                     towers=("vision_tower", "audio_tower", "embed_vision", "embed_audio"), norm_is_one_plus_w=False),
         Architecture("Gemma4UnifiedForConditionalGeneration", "text_config", _MULTIMODAL_PREFIXES, _MULTIMODAL_HEADS,
-                     towers=("embed_vision", "embed_audio", "vision_embedder", "audio_embedder")),
+                     towers=("embed_vision", "embed_audio", "vision_embedder", "audio_embedder"), norm_is_one_plus_w=False),
     )
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from gemq.errors import UsageError
-from gemq.quantize.architectures import DECODER_PARTS
+from gemq.quantize.architectures import DECODER_PARTS, PRODUCERS
 from gemq.quantize.skeleton import Matrix, Skeleton
 from gemq.quantize.storage import Storage, storage_of
 from gemq.quantize.tables import check_table
@@ -43,6 +43,17 @@ class Unit:
         return self.matrices[0].is_table
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A unit, and what alone makes its input: smoothing may take scales of the unit's inputs into it."""
+
+    unit: str
+    layer: int
+    module: str  # in the text model: model.layers.3.pre_feedforward_layernorm, model.layers.3.mlp.up_proj
+    tensor: str  # in the source
+    is_norm: bool
+
+
 @dataclass
 class Plan:
     """The whole of a quantization: `units` in the order of the walk, and every tensor of the checkpoint."""
@@ -54,6 +65,17 @@ class Plan:
     written: dict[str, list[TensorSpec]] = field(default_factory=dict)  # unit name -> its tensors
     copied: list[TensorSpec] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    pairs: dict[str, Pair] = field(default_factory=dict)  # unit name -> its pair, where smoothing is asked for
+
+    def adjusted(self, unit: str) -> list[TensorSpec]:
+        """The norm that smoothing of `unit` may change: written with the unit, and not copied."""
+        pair = self.pairs.get(unit)
+        return [self.skeleton.inventory[pair.tensor]] if pair is not None and pair.is_norm else []
+
+    def reads_inputs(self, unit: Unit) -> bool:
+        """Whether solving `unit` needs its inputs on the calibration set."""
+        fitted = self.recipe.smoothing is not None and unit.layer is not None and unit.scheme.weights.observer == "mse"
+        return unit.method == "gptq" or unit.name in self.pairs or fitted
 
     @property
     def storage(self) -> Storage:
@@ -63,7 +85,7 @@ class Plan:
     @property
     def specs(self) -> list[TensorSpec]:
         """Every tensor of the checkpoint, layer by layer."""
-        specs = [*self.copied, *(spec for specs in self.written.values() for spec in specs)]
+        specs = [*self.copied, *(spec for name, specs in self.written.items() for spec in [*specs, *self.adjusted(name)])]
         return sorted(specs, key=lambda spec: (_layer_of(spec.name), spec.name))
 
     @property
@@ -269,8 +291,45 @@ def _with_tensors(plan: Plan) -> Plan:
         replaced |= {matrix.tensor for matrix in unit.matrices if not (matrix.module == "lm_head" and skeleton.tied)}
     if plan.recipe.drop_redundant_kv:
         plan.dropped = skeleton.redundant_kv()
+    if plan.recipe.smoothing is not None:
+        plan.pairs = _pairs(plan)
+        replaced |= {spec.name for unit in plan.units for spec in plan.adjusted(unit.name)}
     plan.copied = [spec for name, spec in skeleton.inventory.items() if name not in replaced and name not in set(plan.dropped)]
     return plan
+
+
+def _pairs(plan: Plan) -> dict[str, Pair]:
+    """The pairs that smoothing may scale: all that read the producer are units that take it, and a linear producer is itself quantized."""
+    skeleton, quantized, pairs = plan.skeleton, plan.quantized_matrices, {}
+    if skeleton.architecture.norm_is_one_plus_w is None:
+        raise UsageError(
+            f"recipe {plan.recipe.name} smooths, and how the norms of {skeleton.architecture.name} multiply is not known",
+            "leave smoothing out of the recipe, or report this architecture as an issue of gemq",
+        )
+    mixtures = {matrix.layer for matrix in skeleton.matrices if matrix.experts is not None}
+    kinds = {producer.unit: producer for producer in PRODUCERS}
+    for unit in plan.units:
+        producer = kinds.get(unit.matrices[0].kind.unit)
+        if producer is None or unit.layer is None or not unit.scheme.can_be_smoothed:
+            continue
+        # beside a mixture of experts the dense MLP's norm is left alone, as are the experts' own
+        module = f"model.layers.{unit.layer}.{producer.path}"
+        left_alone = unit.layer in mixtures if producer.is_norm and producer.path != "input_layernorm" else False
+        if left_alone or not (producer.is_norm or module in quantized):
+            continue
+        if getattr(skeleton.model.get_submodule(module), "bias", None) is None:
+            pairs[unit.name] = Pair(unit.name, unit.layer, module, skeleton.source_name(module) + ".weight", producer.is_norm)
+    return pairs
+
+
+def require_pairs(plan: Plan) -> None:
+    """Raise UsageError if the recipe smooths and nothing that it quantizes can be. A search may come upon such a mix, a person shouldn't."""
+    if plan.recipe.smoothing is not None and not plan.pairs:
+        raise UsageError(
+            f"recipe {plan.recipe.name} smooths, and can none of what it quantizes: {', '.join(producer.unit for producer in PRODUCERS)} "
+            "in integers, the last with up_proj",
+            "leave smoothing out of the recipe, or quantize one of them",
+        )
 
 
 def with_format(recipe: Recipe, name: str) -> Recipe:

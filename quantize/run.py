@@ -12,23 +12,25 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import gemq
 import torch
 import yaml
+
+import gemq
 from gemq import atomic, output
 from gemq.calibration.media import media_inputs
 from gemq.calibration.sets import CalibrationSet
 from gemq.errors import UsageError
 from gemq.memory import return_freed_memory
-from gemq.quantize import gptq
+from gemq.quantize import gptq, smoothing
 from gemq.quantize.card import inherited_fields
 from gemq.quantize.checkpoint import accounts, write_companions
 from gemq.quantize.experts import solve_experts
+from gemq.quantize.folds import Folds
 from gemq.quantize.gpu import budget_of
 from gemq.quantize.journal import Journal, Resume, is_fresh, open_journal
 from gemq.quantize.loading import FiniteCheck
 from gemq.quantize.phases import Phases
-from gemq.quantize.plan import Plan, Stored, Unit, stored_matrices
+from gemq.quantize.plan import Pair, Plan, Stored, Unit, stored_matrices
 from gemq.quantize.provenance import PROVENANCE_FILE
 from gemq.quantize.rtn import round_to_nearest
 from gemq.quantize.scales import restore
@@ -154,6 +156,8 @@ class _Run:
         for unit in self.plan.units:
             self._parts.setdefault(_part_of(unit), []).append(unit)
         self._solved: dict[str, tuple[Unit, Solved]] = {}  # by module: what the layer's tuning starts from
+        self._folds = Folds(self.plan, self.reader, self.writing)
+        self._awaiting: dict[str, tuple[Unit, Matrix, Solved]] = {}  # by module: solved, and written when its scales are final
         self._held = {part for part in self._parts if self._holds(part)}
 
     def _know_source(self) -> None:
@@ -165,7 +169,7 @@ class _Run:
         self.writing.close()
 
     def _names(self, part: str) -> list[str]:
-        return [spec.name for unit in self._parts[part] for spec in self.plan.written[unit.name]]
+        return [spec.name for unit in self._parts[part] for spec in [*self.plan.written[unit.name], *self.plan.adjusted(unit.name)]]
 
     def _holds(self, part: str) -> bool:
         return self._is_held(part, self._names(part))
@@ -204,9 +208,10 @@ class _Run:
                 walk = Walk(
                     self.plan, self.reader, self.job.calibration.windows, self.job.device, media, budget=self._budget, phases=self.phases
                 )
-                walk.run(
-                    Walker(self._restored, self._solve_unit, lambda index: self._finish(f"layer {index}"), self._solve_experts, self._tune)
-                )
+                walk.run(Walker(
+                    self._restored, self._solve_unit, lambda index: self._finish(f"layer {index}"), self._solve_experts, self._tune,
+                    self._producer,
+                ))  # fmt: skip
             else:
                 left = [part for part in self._parts if part not in self._held]
                 ahead = self._read_ahead([unit for part in left for unit in self._parts[part]])
@@ -254,34 +259,54 @@ class _Run:
             report["weight_error"] = _weight_error(stacked, restore(stored, scales, scheme))
         else:
             moments = hessian.mean(unit.name)
-            with self.phases("factorize"):
-                factorization = gptq.factorize(moments, self.plan.recipe.gptq, unit.name)
-            stacked = gptq.target(stacked, factorization, hessian)  # the error is measured from there
-            stored, scales = gptq.solve(stacked, factorization, scheme)
+            factorization = None
+            if unit.method == "gptq":
+                with self.phases("factorize"):
+                    factorization = gptq.factorize(moments, self.plan.recipe.gptq, unit.name)
+                stacked = gptq.target(stacked, factorization, hessian)  # the error is measured from there
+            if unit.name in self.plan.pairs:
+                with self.phases("smooth"):
+                    scale, report["smoothing"] = self._folds.search(unit, stacked, moments, factorization)
+                if scale is not None:
+                    stacked = stacked * scale
+                    if factorization is not None:
+                        factorization = smoothing.refactored(factorization, scale)
+                    else:
+                        moments = smoothing.of_smoothed_inputs(moments, scale)
+            if factorization is not None:
+                stored, scales = gptq.solve(stacked, factorization, scheme)
+            else:
+                stored, scales = round_to_nearest(stacked, scheme, moments.diagonal())
             report["output_error"] = gptq.output_error(stacked, stored, scales, scheme, moments)
         sizes = [matrix.out_features for matrix in unit.matrices]
-        for matrix, part, part_scales in zip(unit.matrices, stored.split(sizes), scales.split(sizes), strict=True):
-            (whole,) = stored_matrices(self.plan.skeleton, matrix)
-            self._write(whole, 0, part, part_scales, unit)
-        if self.plan.recipe.tuning and scheme.type == "int" and unit.layer is not None:
-            for matrix, meant, part, part_scales in zip(
-                unit.matrices, stacked.split(sizes), stored.split(sizes), scales.split(sizes), strict=True
-            ):
-                self._solved[matrix.module] = unit, Solved(meant, part, part_scales, scheme)
+        for matrix, meant, part, part_scales in zip(
+            unit.matrices, stacked.split(sizes), stored.split(sizes), scales.split(sizes), strict=True
+        ):
+            # what it was meant to be is for tuning alone to know
+            solved = Solved(meant if self.plan.recipe.tuning else meant.new_empty(0), part, part_scales, scheme)
+            if matrix.module in self._folds.awaiting:
+                self._awaiting[matrix.module] = unit, matrix, solved
+            else:
+                self._settle(unit, matrix, solved)
+        pair = self.plan.pairs.get(unit.name)
+        if pair is not None and not pair.is_norm:
+            above, matrix, solved = self._awaiting.pop(pair.module)
+            divisor = self._folds.divisor(pair)
+            self._settle(above, matrix, solved if divisor is None else solved.over(divisor))
         atomic.write_point(f"written:{unit.name}")
         self._report(unit, report, started)
         return list(restore(stored, scales, scheme).split(sizes))
 
-    def _pieces(self, unit: Unit) -> Iterator[tuple[Matrix, Stored, int, Request]]:
-        """The rows of `unit` that are solved at a time: its matrix, the whole that is stored, the first row there, where to read them."""
-        for matrix, whole in self._wholes(unit):
-            count = max(1, _ROWS_AT_ONCE // whole.in_features)
-            for first in range(0, whole.out_features, count):
-                yield matrix, whole, first, (matrix.tensor, whole.first_row + first, min(count, whole.out_features - first))
+    def _settle(self, unit: Unit, matrix: Matrix, solved: Solved) -> None:
+        (whole,) = stored_matrices(self.plan.skeleton, matrix)
+        self._write(whole, 0, solved.stored, solved.scales, unit)
+        if self.plan.recipe.tuning and solved.scheme.type == "int" and unit.layer is not None:
+            self._solved[matrix.module] = unit, solved
 
-    def _read_ahead(self, units: list[Unit]) -> ReadAhead:
-        requests = (request for unit in units for _, _, _, request in self._pieces(unit))
-        return ReadAhead(self.reader, requests, self.phases, self._threads, pinned=torch.device(self.job.device).type == "cuda")
+    def _producer(self, pair: Pair) -> torch.Tensor | None:
+        if f"layer {pair.layer}" in self._held:
+            return self.writer.read(pair.tensor).to(torch.float32) if pair.is_norm else None
+        return self._folds.of_producer(pair)
 
     def _tune(self, index: int, layer: torch.nn.Module, calls: list[Call]) -> None:
         """Tune what was solved of a layer, and write it again where that brought its output nearer to the source's."""
@@ -305,6 +330,17 @@ class _Run:
             self._write(whole, 0, stored, scales, unit)
             layer.get_submodule(module.removeprefix(prefix)).weight.data.copy_(restore(stored, scales, unit.scheme.weights))
         atomic.write_point(f"tuned:layer {index}")
+
+    def _pieces(self, unit: Unit) -> Iterator[tuple[Matrix, Stored, int, Request]]:
+        """The rows of `unit` that are solved at a time: its matrix, the whole that is stored, the first row there, where to read them."""
+        for matrix, whole in self._wholes(unit):
+            count = max(1, _ROWS_AT_ONCE // whole.in_features)
+            for first in range(0, whole.out_features, count):
+                yield matrix, whole, first, (matrix.tensor, whole.first_row + first, min(count, whole.out_features - first))
+
+    def _read_ahead(self, units: list[Unit]) -> ReadAhead:
+        requests = (request for unit in units for _, _, _, request in self._pieces(unit))
+        return ReadAhead(self.reader, requests, self.phases, self._threads, pinned=torch.device(self.job.device).type == "cuda")
 
     def _solve_by_rows(self, unit: Unit, hessian: gptq.Hessian | None, ahead: ReadAhead | None = None) -> None:
         """Solve the matrices of `unit` in pieces of rows, read from the source: rows are independent, whatever the solver."""
@@ -390,8 +426,14 @@ class _Run:
             "bytes": {"source": self.plan.source_bytes(), "checkpoint": self.plan.checkpoint_bytes(), "per_token_source": int(before),
                       "per_token_checkpoint": int(after), "bits_per_decoder_weight": round(self.plan.bits_per_weight(), 4)},
             "dropped_tensors": self.plan.dropped,
+            **({} if self.plan.recipe.smoothing is None else {"smoothed_tensors": self._smoothed_tensors()}),
             "units": {unit.name: self.journal.reports[unit.name] for unit in self.plan.units},
         }  # fmt: skip
+
+    def _smoothed_tensors(self) -> list[str]:
+        """The producers that smoothing changed, by their names in the source."""
+        reports = (self.journal.reports[unit.name].get("smoothing", {"kept": ""}) for unit in self.plan.units)
+        return sorted(report["producer"] for report in reports if "kept" not in report)
 
     def finish(self, manifest: dict[str, Any]) -> None:
         """Write what stands beside the shards."""

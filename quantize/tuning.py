@@ -9,7 +9,7 @@ but for a whole model that it calibrates by itself, not for a layer that stands 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,11 @@ class Solved:
     stored: torch.Tensor
     scales: torch.Tensor
     scheme: WeightScheme
+
+    def over(self, divisor: torch.Tensor) -> Solved:
+        """The same with each row divided by `divisor` [out], powers of two."""
+        column = divisor.unsqueeze(1)
+        return replace(self, weight=self.weight / column if self.weight.numel() else self.weight, scales=self.scales / column)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 
@@ -36,15 +36,15 @@ from gemq.errors import GemqError, IntegrityError, UsageError
 from gemq.quantize.audit import Structure, Tensor, Unit, audit_structure, read_tensors
 from gemq.quantize.pairs import ExpertMatrix, Pairs
 from gemq.quantize.seal import Difference
-from gemq.quantize.stored import Floats, decode, integers_of, read, scales_of, zero_points_of
+from gemq.quantize.stored import Floats, integers_of, read, scales_of, zero_points_of
+from gemq.quantize.verify_smoothing import Smoothing, column_problem, smoothing_of, source_rows
 
-_CHUNK_WEIGHTS = 1 << 20
 _CHUNK_BYTES = 8 << 20
 _LARGEST_CLIP = 1.9
 _LARGEST_ERROR_RATIO = 4.0
 _NEIGHBOURS_STEPS = 12.0
 _ERROR_FLOOR = 0.004  # of the weights' norm: half a bfloat16 step, below which a ratio of errors means nothing
-KINDS = ("quantized", "copied", "added", "dropped", "missing", "changed")
+KINDS = ("quantized", "copied", "smoothed", "added", "dropped", "missing", "changed")
 
 
 @dataclass
@@ -105,10 +105,14 @@ def verify_against_source(directory: Path, source: Path, structure: Structure | 
     if broken:
         raise IntegrityError(f"the source {source} is not whole: {broken[0]}", "fetch the source again")
     comparison, pairs = Comparison(), Pairs(directory, source, structure, originals)
+    smoothing = smoothing_of(pairs)
+    comparison.differences += smoothing.differences
     jobs: list[tuple[int, Callable[[], object]]] = []
     for unit, original in pairs.units():
-        jobs.append((original.nbytes, lambda unit=unit, original=original: fit_unit(unit, original)))  # type: ignore[misc]
-    copies = pairs.copies()
+        jobs.append((original.nbytes, lambda unit=unit, original=original: fit_unit(unit, original, smoothing)))  # type: ignore[misc]
+    copies = [(tensor, original) for tensor, original in pairs.copies() if tensor.name not in smoothing.norms]
+    for name, original in smoothing.norms.items():
+        comparison.kinds["smoothed"].add(original.nbytes, pairs.structure.tensors[name].nbytes)
     for tensor, original in copies:
         jobs.append((original.nbytes, lambda tensor=tensor, original=original: first_difference(tensor, original)))  # type: ignore[misc]
     results = _run(jobs)
@@ -197,31 +201,39 @@ def nearest_e4m3(values: Floats) -> Floats:
     return np.clip(np.rint(values / step) * step, -448, 448).astype(np.float32)
 
 
-def fit_unit(unit: Unit, original: Tensor) -> Fit:
-    """How far a unit's stored weights are from the source's, and whether that is further than its scheme allows."""
+def fit_unit(unit: Unit, original: Tensor, smoothing: Smoothing | None = None) -> Fit:
+    """How far a unit's stored weights are from the source's, and whether that is further than its scheme allows.
+
+    With `smoothing`, from what it made of the source's.
+    """
+    smoothing = smoothing or Smoothing()
+    columns, rows = smoothing.columns.get(unit.module), smoothing.rows.get(unit.module)
     label = unit.scheme.label()
     if original.shape != unit.shape:
         return Fit(unit.module, label, math.inf, 0, 0, 0, f"is {list(unit.shape)}, the source has {original.name} {list(original.shape)}")
     try:
-        sums = _group_sums(unit, original)
+        fit = _judge(unit, label, *_group_sums(unit, original, columns, rows))
+        if columns is not None and not fit.problem:
+            fit = replace(fit, problem=column_problem(unit, original, columns, rows))
     except GemqError as error:
         return Fit(unit.module, label, math.inf, 0, 0, 0, error.message)
-    return _judge(unit, label, *sums)
+    return fit
 
 
-def _group_sums(unit: Unit, original: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64], tuple[float, float, float]]:
+def _group_sums(
+    unit: Unit, original: Tensor, columns: Floats | None = None, row_scales: Floats | None = None
+) -> tuple[NDArray[np.float64], NDArray[np.float64], tuple[float, float, float]]:
     """<x,x> <x,q> <q,q> <x,r> <r,r> in steps [5, groups]; squared steps [out, groups of a row]; square norms: error, rounding, weights."""
-    (out, inputs), scheme = unit.shape, unit.scheme
-    groups = scheme.groups(inputs)
+    scheme = unit.scheme
+    groups = scheme.groups(unit.shape[1])
     scales = scales_of(unit)
     if not np.isfinite(scales).all() or (scales == 0).any():
         raise IntegrityError("has a scale that is zero or no finite number")
     zeros = zero_points_of(unit)
     sums, norms = [], np.zeros(3)
-    step = max(1, _CHUNK_WEIGHTS // max(inputs, 1))
-    for first in range(0, out, step):
-        rows = min(step, out - first)
-        w = decode(read(original, first * original.nbytes // out, rows * original.nbytes // out), original.dtype).reshape(rows, groups, -1)
+    for first, weights in source_rows(original, columns, row_scales):
+        rows = len(weights)
+        w = weights.reshape(rows, groups, -1)
         s = scales[first : first + rows, :, None]
         zero = zeros[first : first + rows, :, None] if isinstance(zeros, np.ndarray) else 0.0
         q = integers_of(unit, first, rows).reshape(w.shape) - zero

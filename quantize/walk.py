@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from greenlet import getcurrent, greenlet
+from torch import nn
+
 from gemq.errors import IntegrityError
 from gemq.quantize.activations import Activations
 from gemq.quantize.gptq import Hessian
@@ -24,12 +27,10 @@ from gemq.quantize.gpu import Budget, walks_source
 from gemq.quantize.loading import LayerLoader, prepare_decoder
 from gemq.quantize.multimodal import DecoderInputs
 from gemq.quantize.phases import Phases
-from gemq.quantize.plan import Plan, Unit
+from gemq.quantize.plan import Pair, Plan, Unit
 from gemq.quantize.replay import LayerCall, Reached, Replays
 from gemq.quantize.tuning import Call
 from gemq.shards import ShardReader
-from greenlet import getcurrent, greenlet
-from torch import nn
 
 Media = Callable[[], dict[str, torch.Tensor]]
 
@@ -45,6 +46,7 @@ class _AtLayer:
 class _AtUnit:
     unit: Unit
     inputs: torch.Tensor
+    before: torch.Tensor | None = None  # what the norm read that made them, where smoothing may change it
 
     def without_inputs(self) -> _AtUnit:
         return _AtUnit(self.unit, self.inputs.new_empty(0))
@@ -127,6 +129,8 @@ class Walker:
     returns the weights that the stored form stands for. `layer_done(index)` follows the last unit of a layer. `solve_experts(units, module,
     rows_of)` replaces the weights of a mixture's experts in `module` [experts, out, in]; `rows_of(expert)` gives the inputs routed there.
     `tune(index, layer, calls)` may better the weights of a layer whose units are all solved; it is asked where the recipe has `tuning`.
+    `producer(pair)` follows the solving of a unit of the plan's pairs: the weight that its norm has now, or what the rows of its linear are
+    divided by; None where smoothing left them. It is also asked for the norms of restored units.
     """
 
     restored: Callable[[Unit], list[torch.Tensor] | None]
@@ -134,6 +138,7 @@ class Walker:
     layer_done: Callable[[int], None]
     solve_experts: Callable[[list[Unit], Any, Callable[[int], torch.Tensor]], None] | None = None
     tune: Callable[[int, nn.Module, list[Call]], None] | None = None
+    producer: Callable[[Pair], torch.Tensor | None] | None = None
 
 
 def batches_of(windows: Sequence[Sequence[int]], tokens: int = 2048) -> list[torch.Tensor]:
@@ -172,8 +177,9 @@ class Walk:
         self._solved: set[str] = set()
         self._hessians: dict[str, Hessian] = {}
         self._source: _Stream | None = None
-        self._restored_layers: set[int | None] = set()
         self._replays: Replays | None = None
+        self._restored_layers: set[int | None] = set()
+        self._before_norm: dict[Any, torch.Tensor] = {}  # by greenlet
 
     @torch.no_grad()
     def run(self, walker: Walker) -> None:
@@ -206,6 +212,7 @@ class Walk:
                     self._tune(quantized.events, walker)
                 else:
                     self._solve(event.unit, walker)
+                    self._refresh(event.unit, quantized.events, walker)
                 leaving = isinstance(event, _LeavingLayer)
                 del event
                 with self.phases("forward"):
@@ -244,7 +251,7 @@ class Walk:
         """In a stream that runs a layer anew for each unit: solve at once what is rounded to nearest."""
         for unit in self.plan.units if self._replays is not None else []:
             mine = unit.layer == layer and unit.name != "lm_head" and not unit.is_table and unit.matrices[0].experts is None
-            if mine and unit.method == "rtn" and unit.name not in self._solved:
+            if mine and not self.plan.reads_inputs(unit) and unit.name not in self._solved:
                 self._solve(unit, walker)
 
     def _source_at(self, position: int) -> Any:
@@ -252,14 +259,14 @@ class Walk:
         return self._source.events[position] if self._source is not None and self.plan.recipe.gptq.asymmetric else None
 
     def _observe(self, position: int, event: Any) -> None:
-        if not isinstance(event, _AtUnit) or event.unit.method != "gptq":
+        if not isinstance(event, _AtUnit) or not self.plan.reads_inputs(event.unit):
             return
         hessian = self._hessians.get(event.unit.name)
         if hessian is None:
             hessian = self._hessians[event.unit.name] = Hessian(event.unit.in_features, self.device)
+        source = self._source_at(position)
         with self.phases.on_device("statistics"):
-            source = self._source_at(position)
-        hessian.add(event.inputs, None if source is None else source.inputs)
+            hessian.add(event.inputs, None if source is None else source.inputs)
 
     def _forward(self, batch: torch.Tensor | Media) -> _Done:
         if isinstance(batch, torch.Tensor):
@@ -280,7 +287,14 @@ class Walk:
         def pause_at_unit(unit: Unit) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
                 if unit.name not in self._solved:
-                    self._pause(_AtUnit(unit, args[0]))
+                    self._pause(_AtUnit(unit, args[0], self._before_norm.pop(getcurrent(), None)))
+
+            return hook
+
+        def note_norm(unit: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+                if self._replays is None and unit not in self._solved:
+                    self._before_norm[getcurrent()] = args[0]
 
             return hook
 
@@ -308,6 +322,9 @@ class Walk:
         for index, layer in enumerate(self.skeleton.decoder.layers):
             if self._expert_units(index):
                 hooks.append(layer.experts.register_forward_pre_hook(pause_at_experts(index)))
+        for pair in self.plan.pairs.values():
+            if pair.is_norm:
+                hooks.append(self.skeleton.model.get_submodule(pair.module).register_forward_pre_hook(note_norm(pair.unit)))
         for module, unit in self._unit_of.items():
             if module != "lm_head" and not unit.is_table and unit.matrices[0].experts is None:
                 hooks.append(self.skeleton.model.get_submodule(module).register_forward_pre_hook(pause_at_unit(unit)))
@@ -326,6 +343,9 @@ class Walk:
                 self._solved.add(unit.name)
                 self._restored_layers.add(layer)
                 found |= {matrix.module: weight for matrix, weight in zip(unit.matrices, weights, strict=True)}
+                pair = self.plan.pairs.get(unit.name)
+                if pair is not None and pair.is_norm and walker.producer is not None and (norm := walker.producer(pair)) is not None:
+                    found[pair.module] = norm
         return found
 
     def _quantize_outside(self, restored: dict[str, torch.Tensor]) -> None:
@@ -361,6 +381,29 @@ class Walk:
             weights = walker.solve(unit, [module.weight.data.to(torch.float32) for module in modules], self._hessians.pop(unit.name, None))
             for module, weight in zip(modules, weights, strict=True):
                 module.weight.data.copy_(weight)
+
+    def _refresh(self, unit: Unit, events: list[_AtUnit], walker: Walker) -> None:
+        """Give the producer of a smoothed unit its new weight, and each batch that stands at the unit what it makes now.
+
+        To the last bit what a run makes that starts with the new weight: a norm is computed again, rows are divided by powers of two.
+        """
+        pair = self.plan.pairs.get(unit.name)
+        changed = walker.producer(pair) if pair is not None and walker.producer is not None else None
+        if pair is None or changed is None:
+            return
+        producer = self.skeleton.model.get_submodule(pair.module)
+        standing = [event for event in events if event.inputs.numel()]  # none where the layer is run anew for each unit
+        if not pair.is_norm:
+            producer.weight.data.div_(changed.to(producer.weight).unsqueeze(1))
+            for event in standing:
+                event.inputs.div_(changed.to(event.inputs))
+            return
+        for event in standing[:1]:
+            if event.before is None or not torch.equal(producer.forward(event.before), event.inputs):
+                raise IntegrityError(f"{pair.module} is not what {unit.name} reads", "report this architecture as an issue of gemq")
+        producer.weight.data.copy_(changed)
+        for event in standing:
+            event.inputs.copy_(producer.forward(event.before))
 
     def _tune(self, events: list[_LeavingLayer], walker: Walker) -> None:
         assert self._source is not None

@@ -88,6 +88,11 @@ class Scheme(_Frozen):
             return "float-quantized"
         return "pack-quantized" if self.input_activations is None else "int-quantized"
 
+    @property
+    def can_be_smoothed(self) -> bool:
+        """Whether smoothing is searched for it: integers that are multiplied by inputs as they are."""
+        return self.weights.type == "int" and self.input_activations is None
+
     def label(self) -> str:
         """A short name with the activations where they are quantized."""
         return self.weights.label() + (
@@ -132,6 +137,20 @@ class Tuning(_Frozen):
     hold_out_every: int = Field(default=8, ge=2, le=1024)  # one batch in so many judges, and is not learnt from
 
 
+class Smoothing(_Frozen):
+    """Options of exact-equivalence smoothing (AWQ, Lin et al. 2023): inputs are scaled by a power of their size, what makes them takes it back."""
+
+    # the powers that are tried beside none at all; 1 would make all inputs of a unit equally large
+    alphas: tuple[float, ...] = (0.05, 0.1, 0.15, 0.2, 0.3, 0.45)
+
+    @field_validator("alphas")
+    @classmethod
+    def _rising(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if not 1 <= len(value) <= 20 or not all(0 < alpha <= 1 for alpha in value) or list(value) != sorted(set(value)):
+            raise ValueError("give 1 to 20 powers above 0 and up to 1, each larger than the one before (none at all is always tried)")
+        return value
+
+
 class Recipe(_Frozen):
     """What to make of a decoder. Modules that no rule matches stay as they are."""
 
@@ -142,13 +161,22 @@ class Recipe(_Frozen):
     rules: tuple[Rule, ...] = Field(min_length=1)
     gptq: Gptq = Gptq()
     tuning: Tuning | None = None
+    smoothing: Smoothing | None = None
     format: Literal["compressed-tensors", "gptq"] = "compressed-tensors"
     drop_redundant_kv: bool = False
+
+    @model_validator(mode="after")
+    def _has_something_to_smooth(self) -> Recipe:
+        elsewhere = {*TABLE_PARTS, "lm_head", "ple"}
+        schemes = [rule.scheme for rule in self.rules if rule.scheme != "keep" and not set(rule.match) <= elsewhere]
+        if self.smoothing is not None and not any(scheme.can_be_smoothed for scheme in schemes):
+            raise ValueError("smoothing is for integer weights whose inputs are not quantized, and no rule gives attention or mlp such a scheme")
+        return self
 
     @property
     def needs_calibration(self) -> bool:
         """Whether any rule's solver looks at activations."""
-        return self.tuning is not None or any(
+        return self.tuning is not None or self.smoothing is not None or any(
             rule.scheme != "keep" and (rule.method or self.method) == "gptq" and not set(rule.match) <= set(TABLE_PARTS)
             for rule in self.rules
         )
@@ -221,7 +249,7 @@ def _yaml_reason(error: Exception) -> str:
 # where a key stands -> the model whose keys are valid there
 _MODEL_AT: dict[str, type[_Frozen]] = {
     "rules": Rule, "scheme": Scheme, "weights": WeightScheme, "input_activations": ActivationScheme, "gptq": Gptq,
-    "tuning": Tuning,
+    "tuning": Tuning, "smoothing": Smoothing,
 }  # fmt: skip
 
 
