@@ -1,0 +1,317 @@
+"""What a GPU changes about a walk, tried on the CPU: layers run anew for each unit, activations that wait in host memory, writing beside solving.
+
+The kernels run in Triton's interpreter. What only a card can show (speed, its own arithmetic, pinned memory, streams) is benchmarks/gpu.py's and
+benchmarks/gpu_kernels.py's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import pytest
+import torch
+from tests.models.gemma3 import build_gemma3_text
+from tests.models.gemma4 import build_gemma4, build_gemma4_moe
+from tests.quantize.crash_child import limit_file_size, run_child
+from tests.quantize.small_jobs import make_job, run_job
+from typer.testing import CliRunner
+
+from gemq.cli import app
+from gemq.errors import IntegrityError, StoppedSafely, UsageError
+from gemq.quantize import gptq, refine
+from gemq.quantize import run as quantize_run
+from gemq.quantize.activations import Activations, ByLayer
+from gemq.quantize.gpu import Budget, parse_memory
+from gemq.quantize.scales import find_scales
+from gemq.quantize.seal import Hashed, check_seal, sha256_of, write_seal
+from gemq.quantize.walk import Walk, Walker
+from gemq.quantize.writing import ReadAhead, Writing
+from gemq.recipes.model import WeightScheme
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """gemq.quantize.sweep_triton, imported so that Triton interprets it; nothing of it stays."""
+    name, before = "gemq.quantize.sweep_triton", os.environ.get("TRITON_INTERPRET")
+    held = sys.modules.pop(name, None)
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        yield importlib.import_module(name)
+    finally:
+        sys.modules.pop(name, None)
+        if held is not None:
+            sys.modules[name] = held
+        os.environ.pop("TRITON_INTERPRET")
+        if before is not None:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+def solver_problem(size: int, out: int, group: int, bits: int):
+    torch.manual_seed(size)
+    x = torch.randn(400, size) @ (torch.eye(size) + 0.2 * torch.randn(size, size)) * torch.exp(torch.randn(size))
+    moments = x.T @ x / 400
+    scheme = WeightScheme(num_bits=bits, strategy="group", group_size=group, observer="mse")
+    weight = torch.randn(out, size)
+    scales = find_scales(weight, scheme, moments.diagonal())
+    return weight, moments, scales, scheme
+
+
+@pytest.mark.parametrize(("size", "out", "group", "bits"), [(96, 3, 32, 4), (32, 17, 32, 8)])
+def test_the_kernels_round_as_the_loops_do(kernels, monkeypatch, size, out, group, bits):
+    monkeypatch.setattr(kernels, "_WIDTH", min(size, 64))  # the interpreter takes 15 ms a column and program
+    weight, moments, scales, scheme = solver_problem(size, out, group, bits)
+    factor = gptq.inverse_factor(moments, 0.01, "test")
+    columns = scales.repeat_interleave(group, 1)
+    ours, theirs = kernels.sweep(weight, factor, columns, scheme), gptq._sweep(weight, factor, columns, scheme, 128)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+    integers, damping = (weight / columns).round().clamp(-(1 << bits - 1), (1 << bits - 1) - 1), 0.01 * moments.diagonal().mean()
+    error = (weight - integers * columns).T.contiguous()
+    found = integers.T.contiguous()
+    kernels.descend(
+        moments @ error + damping * error, found, scales.T.contiguous(), moments, moments.diagonal() + damping, scheme
+    )  # fmt: skip
+    expected = refine._descend(weight, integers.clone(), scales, moments, damping, scheme, 128)
+    assert not torch.equal(expected, integers)
+    assert torch.equal(found.T, expected)
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(100, 200), (7, 140)])
+def test_the_kernel_of_hessians_adds_to_the_upper_triangle(kernels, tokens, size):
+    x, before = torch.randn(tokens, size).half(), torch.randn(size, size)
+    total = before.clone()
+    kernels.add_outer_products(total, x)
+    torch.testing.assert_close(total.triu(), (before + x.float().T @ x.float()).triu(), rtol=1e-5, atol=1e-4)
+
+
+def walked(source, budget):
+    """What a walk shows whose units all become a tenth smaller: each unit's Hessian, and the tokens of each expert."""
+    job = make_job(source, source.parent / "never", "w4a16-g32")
+    seen: dict[str, torch.Tensor] = {}
+
+    def solve(unit, weights, hessian):
+        if hessian is not None:
+            seen[unit.name] = hessian.mean(unit.name)
+        return [weight * 0.9 for weight in weights]
+
+    def experts(units, module, rows_of):
+        module.down_proj.data.mul_(0.9)
+        for expert in range(module.down_proj.shape[0]):
+            seen[f"{units[0].name}[{expert}]"] = rows_of(expert)
+
+    walk = Walk(job.plan, job.reader, job.calibration.windows, budget=budget)
+    walk.run(Walker(lambda unit: None, solve, lambda index: None, experts))
+    return seen, walk
+
+
+@pytest.fixture(scope="module")
+def small_models(tmp_path_factory):
+    """Name -> (model, what a paused walk of it shows)."""
+    folder = tmp_path_factory.mktemp("replay")
+    kinds = ["sliding_attention", "full_attention"]
+    models = {
+        "shared keys and per-layer inputs": build_gemma4(folder / "e4b", num_hidden_layers=4, layer_types=kinds * 2, num_kv_shared_layers=2),
+        "experts": build_gemma4_moe(folder / "moe", num_hidden_layers=2, layer_types=kinds),
+    }
+    return {name: (model, walked(model, None)[0]) for name, model in models.items()}
+
+
+@pytest.mark.parametrize("quota", [1 << 40, 20_000, 0])
+@pytest.mark.parametrize("name", ["shared keys and per-layer inputs", "experts"])
+def test_layers_that_run_anew_show_each_unit_what_a_paused_forward_shows_it(small_models, monkeypatch, name, quota):
+    model, paused = small_models[name]
+    monkeypatch.setattr(Budget, "activation_bytes", lambda self, plan: quota)
+    replayed, walk = walked(model, Budget(1 << 33, torch.float32, batch_tokens=64))
+    assert len(walk.batches) == 4
+    assert paused.keys() == replayed.keys()
+    for unit, tensor in paused.items():
+        # batches of another size: sums in another order
+        torch.testing.assert_close(replayed[unit], tensor, rtol=1e-3, atol=1e-4 * float(tensor.abs().max()))
+    assert (walk._replays._activations.spilled_bytes > 0) == (quota < 1 << 40)
+    assert "project_per_layer_inputs" not in vars(walk.skeleton.decoder)
+
+
+def test_the_walk_in_bfloat16_stays_near_the_one_in_float32(tmp_path):
+    source = build_gemma3_text(tmp_path / "model", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    (exact, _), (rounded, walk) = walked(source, None), walked(source, Budget(1 << 40, torch.bfloat16, batch_tokens=2048))
+    assert walk.dtype == torch.bfloat16
+    for name, hessian in exact.items():
+        assert (rounded[name] - hessian).norm() < 0.1 * hessian.norm(), name
+
+
+def test_a_checkpoint_does_not_depend_on_where_activations_waited(tmp_path, monkeypatch):
+    source = build_gemma3_text(tmp_path / "model", num_hidden_layers=1, layer_types=["full_attention"])
+    seals = set()
+    for quota in (1 << 40, 0):
+        monkeypatch.setattr(Budget, "activation_bytes", lambda self, plan, quota=quota: quota)
+        monkeypatch.setattr(quantize_run, "budget_of", lambda *given: Budget(1 << 33, torch.bfloat16, 64))
+        seals.add(run_job(source, tmp_path / f"out-{quota}").seal)
+    assert len(seals) == 1
+
+
+def test_activations_come_back_as_they_were_and_never_take_more_than_their_quota():
+    torch.manual_seed(0)
+    activations = Activations(torch.device("cpu"), 3000, 3)
+    shared = [torch.randn(50) for _ in range(3)]
+    for step in range(4):
+        tensors = [torch.randn(100 + step, 2) for _ in range(3)]
+        copies = [tensor.clone() for tensor in tensors]
+        for position, tensor in enumerate(tensors):
+            activations.hold(position, [tensor, shared[position], tensor[1:]])
+        assert sum(tensor.untyped_storage().nbytes() for tensor in [*tensors, *shared]) <= 3000
+        for _ in range(2):
+            for position, (tensor, copy) in enumerate(zip(tensors, copies, strict=True)):
+                activations.fetch(position)
+                assert torch.equal(tensor, copy)
+                activations.release(position)
+    for position in range(3):
+        activations.hold(position, [])
+    assert activations._used == activations._spilled == 0
+    assert activations.spilled_bytes > 0
+
+
+@pytest.mark.parametrize("quota", [10_000, 0])
+def test_per_layer_inputs_are_given_layer_by_layer(quota):
+    inputs = torch.randn(2, 5, 3, 8, dtype=torch.bfloat16)
+    activations = Activations(torch.device("cpu"), quota, 1, reserved=100)
+    kept = ByLayer(inputs, activations)
+    for layer in range(3):
+        assert torch.equal(kept[:, :, layer, :], inputs[:, :, layer, :])
+    assert activations._used == (inputs.nbytes if quota else 0)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("8GiB", 8 << 30), ("20 GB", 20 * 10**9), ("1536MiB", 1536 << 20), ("1.5gib", 3 << 29)])
+def test_memory_is_read_with_its_unit(text, expected):
+    assert parse_memory(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "8", "GiB", "-8GiB", "8GiBs", "8 G", "1e3GiB", "nan GiB", "٨GiB", "512MiB", "0GiB", "8TiB"])
+def test_other_memory_is_refused_in_a_sentence(text):
+    with pytest.raises(UsageError, match="gpu-memory"):
+        parse_memory(text)
+
+
+def test_gpu_memory_without_a_gpu_is_refused(gemma3):
+    ended = CliRunner().invoke(app, ["quantize", str(gemma3), "--device", "cpu", "--gpu-memory", "8GiB", "--output", "never"])
+    assert isinstance(ended.exception, UsageError)
+    assert "nothing to hold to" in ended.exception.message
+
+
+def test_a_budget_below_what_the_largest_unit_needs_names_both(gemma3):
+    plan = make_job(gemma3, gemma3.parent / "never").plan
+    assert 0 < Budget(1 << 30, torch.bfloat16).activation_bytes(plan) < 1 << 30
+    with pytest.raises(UsageError, match=r"0\.5GiB is too little .* takes 0\.\d GiB"):
+        Budget(1 << 29, torch.bfloat16).activation_bytes(plan)
+
+
+def beside() -> None:
+    """Let this process read and write beside the solving, as it does beside a GPU."""
+    quantize_run.threads_for = lambda device: 2
+
+
+def beside_on_a_full_disk() -> None:
+    beside()
+    limit_file_size()
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("beside")
+    source = build_gemma3_text(
+        folder / "model", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], max_shard_bytes=100_000
+    )
+    return source, run_child(source, folder / "out", "w4a16-g32").seal
+
+
+@pytest.mark.parametrize(("point", "nth"), [("", 1), ("copied", 1), ("solved:layer 0", 1), ("file-written:journal.json", 1), ("sealed", 1)])
+def test_writing_beside_the_solving_gives_the_same_seal_wherever_it_is_killed(two_layers, tmp_path, point, nth):
+    source, seal = two_layers
+    ended = run_child(source, tmp_path / "out", "w4a16-g32", die_at=point, nth=nth, before=beside)
+    if point:
+        assert ended.code == -9
+        assert not (tmp_path / "out").exists()
+        ended = run_child(source, tmp_path / "out", "w4a16-g32", before=beside)
+    assert ended.seal == seal
+    assert check_seal(tmp_path / "out") == []
+
+
+def test_a_disk_that_fills_while_a_thread_writes_stops_safely(two_layers, tmp_path):
+    ended = run_child(two_layers[0], tmp_path / "out", "w4a16-g32", before=beside_on_a_full_disk)
+    assert ended.code == StoppedSafely.exit_code
+    assert not (tmp_path / "out").exists()
+
+
+def test_damage_in_a_layer_read_ahead_is_found(tmp_path, monkeypatch):
+    source = build_gemma3_text(tmp_path / "model", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    job = make_job(source, tmp_path / "out")
+    info = job.reader.info("model.layers.1.mlp.up_proj.weight")
+    with open(info.path, "r+b") as file:
+        file.seek(info.offset + 64)
+        file.write(torch.full((4,), float("nan"), dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes())
+    monkeypatch.setattr(quantize_run, "budget_of", lambda *given: Budget(1 << 40, torch.bfloat16))
+    monkeypatch.setattr(quantize_run, "threads_for", lambda device: 2)
+    with pytest.raises(IntegrityError, match=r"layers\.1\.mlp\.up_proj\.weight holds \d+ of \d+ values that are NaN"):
+        quantize_run.quantize(job)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_was_hashed_and_changed_since_is_hashed_again(tmp_path):
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for name in ("a.bin", "b.bin"):
+        (folder / name).write_bytes(name.encode() * 1000)
+    known = {name: sha256_of(folder / name) for name in ("a.bin", "b.bin")}
+    (folder / "b.bin").write_bytes(b"another" * 500)
+    write_seal(folder, known=known)
+    assert check_seal(folder) == []
+    assert isinstance(sha256_of(folder / "a.bin"), Hashed)
+
+
+def test_a_digest_that_is_known_is_not_computed_again(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"a" * 1000)
+    status = (tmp_path / "a.bin").lstat()
+    write_seal(tmp_path, known={"a.bin": Hashed(b"\1" * 32, 1000, status.st_mtime_ns)})
+    assert [difference.path for difference in check_seal(tmp_path)] == ["a.bin"]
+
+
+def test_pieces_are_read_ahead_in_their_order_only(gemma3):
+    job = make_job(gemma3, gemma3.parent / "never")
+    name = "model.layers.0.mlp.up_proj.weight"
+    requests = [(name, first, 8) for first in range(0, 64, 8)]
+    for threads in (0, 3):
+        ahead = ReadAhead(job.reader, requests, quantize_run.Phases(), threads, pinned=False)
+        found = torch.cat([ahead.take(*request) for request in requests])
+        assert torch.equal(found, job.reader.read(name)[:64])
+        ahead.close()
+    ahead = ReadAhead(job.reader, requests, quantize_run.Phases(), 2, pinned=False)
+    with pytest.raises(AssertionError, match="is next"):
+        ahead.take(name, 8, 8)
+    ahead.close()
+
+
+def test_of_two_writes_to_one_tensor_the_later_one_stays(tmp_path):
+    from gemq.quantize.journal import open_journal
+    from gemq.shards import ShardWriter, TensorSpec
+
+    shards = ShardWriter(tmp_path / "out" / "checkpoint", [TensorSpec("a", "F32", (1000, 1000))])
+    journal = open_journal(tmp_path / "out", {}, "auto")
+    shards.allocate()
+    writing = Writing(shards, journal, quantize_run.Phases(), 4)
+    for value in range(20):
+        writing.write("a", torch.full((1000, 1000), float(value)))
+    writing.finish("all", ["a"], lambda: None)
+    writing.drain()
+    assert torch.equal(shards.read("a"), torch.full((1000, 1000), 19.0))
+    assert writing.hashes()["model.safetensors"].size == shards.total_bytes
+    writing.close()
+
+
+def test_phases_add_up_to_the_time_of_the_main_thread(tmp_path):
+    source = build_gemma3_text(tmp_path / "model", num_hidden_layers=1, layer_types=["full_attention"])
+    made = run_job(source, tmp_path / "out")
+    own = {name: seconds for name, seconds in made.phases.items() if not name.endswith("beside")}
+    assert {"forward", "statistics", "factorize", "solve", "load", "write", "record", "copy", "seal"} <= own.keys()
+    assert 0 < own["forward"] + own["solve"] < sum(own.values())
+    assert "phases" not in made.manifest
