@@ -170,6 +170,9 @@ class StubServer:
     async def _get(self, writer: asyncio.StreamWriter, path: str) -> None:
         if path == "/stats":
             _write(writer, 200, {"completions": self.completions, "service_seconds": self.service_seconds})
+        elif path == "/metrics":
+            text = f'vllm:kv_cache_usage_perc{{engine="0"}} {min(1.0, self.completions / 1000)}\nvllm:num_preemptions_total{{engine="0"}} 0.0\n'
+            writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
         elif path == "/v1/models":
             _write(writer, 200, {"data": [{"id": self.engine.name, "max_model_len": self.engine.max_model_len}]})
         else:

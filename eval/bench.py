@@ -22,6 +22,7 @@ from gemq.errors import GemqError, IntegrityError, Interrupted, StoppedSafely, U
 from gemq.eval.endpoint import Endpoint
 from gemq.eval.honesty import Finding, audit
 from gemq.eval.load import Finished, drive
+from gemq.eval.memory import MemoryWatch
 from gemq.eval.scores import Spread, spread
 from gemq.eval.vllm_load import VllmClient, drives
 from gemq.eval.workloads import Load, Prompt, Workload
@@ -117,7 +118,13 @@ class BenchResult:
     memory_kind: str | None = None
     peak_memory_bytes: int | None = None
     memory_samples: list[tuple[float, int]] = field(default_factory=list)
+    memory_held: dict[str, Any] | None = None
     ppl: dict[str, Any] | None = None
+
+    def take_memory(self, watch: MemoryWatch) -> None:
+        """Keep what was seen of the server's memory."""
+        self.memory_kind, self.peak_memory_bytes, self.memory_samples = watch.kind, watch.peak_bytes, watch.samples
+        self.memory_held = None if watch.holdings is None else watch.holdings.to_json()
 
     @property
     def broken(self) -> list[tuple[str, Finding]]:
@@ -130,7 +137,8 @@ class BenchResult:
                   "streamed_probe": None if result.probe is None else asdict(result.probe),
                   "audit": [asdict(finding) for finding in result.audit], "client": result.client} for result in self.loads]  # fmt: skip
         return {"kind": "bench", "target": self.target, "model": self.model, "base_url": self.base_url, "workload": self.workload.name,
-                "loads": loads, "memory": {"kind": self.memory_kind, "peak_bytes": self.peak_memory_bytes, "samples": self.memory_samples},
+                "loads": loads, "memory": {"kind": self.memory_kind, "peak_bytes": self.peak_memory_bytes, "samples": self.memory_samples,
+                                            "held": self.memory_held},
                 "ppl": self.ppl, "server_dependencies": self.server_dependencies}  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from gemq.eval import bench, isolation
 from gemq.eval.decoded import DecodeRecord
 from gemq.eval.endpoint import Endpoint
 from gemq.eval.greedy_run import TOKENS, Job, evaluate_greedy
-from gemq.eval.memory import MemoryWatch
+from gemq.eval.memory import MemoryWatch, cap_of, gpu_total_bytes
 from gemq.eval.records import file_sha256, read_records
 from gemq.eval.scores import Verdict, judge_efficient_gemma, judge_lowbarena
 from gemq.eval.target import Target
@@ -105,15 +105,44 @@ def _speed(load: Load) -> Callable[[Rehearsal, Endpoint | None, int | None], dic
     def measure(job: Rehearsal, endpoint: Endpoint | None, pid: int | None) -> dict[str, Any]:
         assert endpoint is not None
         with contextlib.ExitStack() as stack:
-            watch = stack.enter_context(MemoryWatch(pid)) if pid is not None else None
+            watch = stack.enter_context(MemoryWatch(pid, endpoint.base_url)) if pid is not None else None
             one = Workload(name=job.arena, loads=(load,))
             result, _ = bench.run_bench(endpoint, one, {load.name: job.sent(load)}, target=endpoint.name, runs=job.runs)
         if watch is not None:
-            result.memory_kind, result.peak_memory_bytes, result.memory_samples = watch.kind, watch.peak_bytes, watch.samples
+            result.take_memory(watch)
         if result.broken:
             name, finding = result.broken[0]
             raise IntegrityError(f"{name}: not so that {finding.name}: {finding.seen}", "find what answers in the model's place")
         return result.to_json()
+
+    return measure
+
+
+def _cap(job: Rehearsal, name: str) -> int:
+    """The hard cap in bytes for a load that was measured without one."""
+    return cap_of(job.found[f"speed-{name}"]["memory"]["peak_bytes"])
+
+
+def _capped(load: Load) -> Callable[[Rehearsal, Endpoint | None, int | None], dict[str, Any]]:
+    """The load once more, on a server that is killed where it holds more than the cap."""
+
+    def measure(job: Rehearsal, endpoint: Endpoint | None, pid: int | None) -> dict[str, Any]:
+        assert endpoint is not None
+        assert pid is not None
+        cap, tps, why = _cap(job, load.name), 0.0, None
+        with MemoryWatch(pid, endpoint.base_url, limit_bytes=cap) as watch:
+            try:
+                result, _ = bench.run_bench(endpoint, Workload(name=job.arena, loads=(load,)), {load.name: job.sent(load)}, target=endpoint.name,
+                                            audited=False)  # fmt: skip
+                tps = result.loads[0].tps.mean
+            except StoppedSafely as error:
+                if watch.exceeded is None:
+                    raise
+                why = f"killed at {watch.exceeded[1]} bytes: {error.message}"
+        held = None if watch.holdings is None else watch.holdings.to_json()
+        whole = job.found[f"speed-{load.name}"]["loads"][0]["tps"]["mean"]
+        return {"cap_bytes": cap, "held": held, "tps": tps, "share_of_speed": tps / whole, "why": why,
+                "kept_requests": why is None and held is not None and held["preemptions"] == 0}  # fmt: skip
 
     return measure
 
@@ -182,7 +211,7 @@ def _accuracy(label: str) -> Callable[[Rehearsal, Endpoint | None, int | None], 
 
 
 def stages(job: Rehearsal) -> list[Stage]:
-    """The arena's stages in its order: name, whose server it needs ("submission", "reference" or none), and what it does."""
+    """The arena's stages in its order: name, whose server it needs ("submission", the same under a cap, "reference" or none), what it does."""
     own, other = "submission", "reference"
     found: list[Stage] = [("seal", "", _seal), ("contract", own, _contract)]
     loads = job.workload.loads
@@ -195,6 +224,7 @@ def stages(job: Rehearsal) -> list[Stage]:
         return [*found, ("greedy", "", _audit)]
     found += [(f"speed-{load.name}", own, _speed(load)) for load in loads] + [("decode", own, _decode)]
     found += [("accuracy", own, _accuracy("submission")), ("scores", own, _distributions)]
+    found += [(f"capped-{load.name}", f"capped-{load.name}", _capped(load)) for load in loads]
     found += [(f"reference-speed-{load.name}", other, _speed(load)) for load in loads]
     found += [("reference-accuracy", other, _accuracy("reference")), ("reference-scores", other, _distributions), ("kl", "", _kl)]
     return [*found, ("greedy", "", _audit)]
@@ -284,11 +314,12 @@ def _server(job: Rehearsal, whose: str) -> Iterator[tuple[Endpoint | None, int |
     if not whose:
         yield None, None
         return
-    side = job.target if whose == "submission" else Target.parse(str(job.reference))
-    log = job.folder / f"{whose}.log"
-    with side.opened(python=job.python, log=log) as opened:
+    side = Target.parse(str(job.reference)) if whose == "reference" else job.target
+    log, environment, total = job.folder / f"{whose}.log", {}, gpu_total_bytes()
+    if whose.startswith("capped-") and total is not None:
+        environment["GPU_MEMORY_UTILIZATION"] = f"{min(0.95, _cap(job, whose.removeprefix('capped-')) / total):.4f}"
+    with side.opened(python=job.python, log=log, environment=environment) as opened:
         yield opened
-
 
 
 def not_enforced(job: Rehearsal) -> list[str]:
@@ -300,7 +331,7 @@ def not_enforced(job: Rehearsal) -> list[str]:
         found.append("an unprivileged user: the namespace's root is this machine's root user, without its rights over the machine")
     found.append("the arena's own hardware: speeds and memory are this machine's")
     if job.arena == "lowbarena":
-        found.append("serving again under a hard cap of memory")
+        found.append("the hard cap of memory: looked at twice a second, and a server above it is killed; accuracy and KL were measured without it")
         found.append("ten hidden benchmarks: GSM8K alone stands for them")
         if job.scale < 1:
             found.append(f"the workloads' size: --scale {job.scale:g}")
@@ -335,6 +366,7 @@ def judge(job: Rehearsal) -> Verdict:
         length_drift=compared.length_drift or 0.0, mean_drop_points=compared.mean_drop_points or 0.0,
         drop_bounds_points={domain.name: domain.drop.upper_95_points if domain.drop else None for domain in compared.domains},
         kl_nats=found["kl"]["kl_nats"]["value"], contract_kept=contract_kept,
+        capped={name: 1.0 if found[f"capped-{name}"]["kept_requests"] else found[f"capped-{name}"]["share_of_speed"] for name in names},
     )  # fmt: skip
 
 

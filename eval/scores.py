@@ -5,7 +5,8 @@ measured beside it in one run, L is the relative difference in generated tokens,
 
     E = \sqrt{m s / max(1, 1 + L)}        D = 0.79 (mean drop) + 0.21 * 42.8 * KL        LowBScore = E exp(-max(D, 0) / 10)
 
-A failed gate keeps a tenth of it; KL above 0.15, KL that can't be measured, or a broken contract scores 0. The board ranks
+A failed gate keeps a tenth of it; KL above 0.15, KL that can't be measured, a broken contract or engine rule scores 0. One of the rules: served
+again under a hard cap of each workload's peak memory, it must hold its requests or keep 90% of its speed. The board ranks
 LowBScore * exp(-GPU hours / 100). The page says that the three workloads weigh equally and that speed's mean is geometric; that memory's
 is geometric too is gemq's reading.
 
@@ -29,6 +30,7 @@ DROP_WEIGHT, KL_WEIGHT, POINTS_PER_NAT, DRIFT_SCALE = 0.79, 0.21, 42.8, 10.0
 DROP_LIMIT_POINTS, SPEED_LIMIT, LENGTH_LIMIT, KL_LIMIT_NATS = 5.0, 0.95, 0.10, 0.15
 SPEED_QUANTILE, SPEED_DEVIATION, WORKLOADS = 1.645, 0.05, 3
 KEPT_BY_A_FAILED_GATE = 0.1
+CAPPED_SPEED_LIMIT = 0.9
 GPU_HOURS_SCALE = 100.0
 
 PPL_MARGIN = 0.05
@@ -119,9 +121,11 @@ def speed_bound(speed_gains: Sequence[float]) -> float:
 def judge_lowbarena(
     *, memory_gains: Sequence[float], speed_gains: Sequence[float], length_drift: float, mean_drop_points: float,
     drop_bounds_points: Mapping[str, float | None], kl_nats: float | None, contract_kept: bool = True,
+    capped: Mapping[str, float] | None = None,
 ) -> Verdict:  # fmt: skip
     """LowBArena's verdict from gains over BF16 (a workload each), the mean drop, and each domain's 95% upper bound on it.
 
+    `capped` has, by workload, the share of its speed that was left under the cap of memory (1 where all requests were held).
     `kl_nats` is None where the endpoint gave no prompt_logprobs. Raises UsageError where a gain is not positive or no domain was measured.
     """
     if not drop_bounds_points:
@@ -130,19 +134,21 @@ def judge_lowbarena(
     domains = [at_most(f"accuracy drop, {name}, upper bound, points", bound, DROP_LIMIT_POINTS)
                for name, bound in drop_bounds_points.items()]  # fmt: skip
     kl_gate = at_most("KL, nats a token", kl_nats, KL_LIMIT_NATS)
-    contract = at_least("contract", float(contract_kept), 1.0)
+    rules = [at_least("contract", float(contract_kept), 1.0),
+             *(at_least(f"requests held, or speed kept, under the memory cap, {name}", share, CAPPED_SPEED_LIMIT)
+               for name, share in (capped or {}).items())]  # fmt: skip
     graded = [
         *domains, at_least("speed over BF16, lower bound", speed_bound(speed_gains), SPEED_LIMIT),
         at_most("generated tokens, difference from BF16's", abs(length_drift), LENGTH_LIMIT),
     ]  # fmt: skip
     parts = {"memory_gain": m, "speed_gain": s, "length_drift": length_drift, "efficiency": efficiency(m, s, length_drift)}
     score = 0.0
-    if kl_nats is not None and kl_gate.kept and contract.kept:
+    if kl_nats is not None and kl_gate.kept and all(rule.kept for rule in rules):
         parts["drift_points"] = quality_drift(mean_drop_points, kl_nats)
         score = lowb_score(m, s, length_drift, mean_drop_points, kl_nats)
         parts["score_before_gates"] = score
         score *= 1.0 if all(gate.kept for gate in graded) else KEPT_BY_A_FAILED_GATE
-    return Verdict("lowbarena", (contract, *graded, kl_gate), score, parts)
+    return Verdict("lowbarena", (*rules, *graded, kl_gate), score, parts)
 
 
 def ppl_cap(reference_ppl: float) -> float:

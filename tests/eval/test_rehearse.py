@@ -131,6 +131,12 @@ def test_lowbarena(run: Run, source: Path, records: Path, tmp_path: Path) -> Non
     assert parts["score_before_gates"] == pytest.approx(whole)
     assert verdict["score"] == pytest.approx(0.1 * whole)  # a failed gate keeps a tenth
     assert any("hard cap" in point for point in verdict["not_enforced"])
+    capped = json.loads((out / "10-capped-single-1k.json").read_text())
+    peak = json.loads((out / "04-speed-single-1k.json").read_text())["memory"]["peak_bytes"]
+    assert capped["cap_bytes"] == int(1.02 * peak) + 512 * 1024**2
+    assert 0 < capped["held"]["peak_bytes"] < capped["cap_bytes"]
+    assert capped["kept_requests"]
+    assert gates["requests held, or speed kept, under the memory cap, single-1k"]["value"] == 1.0
 
 
 def test_bad_input(run: Run, source: Path, records: Path, tmp_path: Path) -> None:

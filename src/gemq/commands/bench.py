@@ -57,6 +57,10 @@ def _show(result: BenchResult) -> str:
             )
     if result.peak_memory_bytes is not None:
         closing.append(f"peak {result.memory_kind}: {output.human_bytes(result.peak_memory_bytes)}")
+        held = result.memory_held or {}
+        if held.get("kv_used_share") is not None and held.get("kv_preallocated_bytes"):
+            closing.append(f"KV cache: at most {held['kv_used_share']:.1%} of {output.human_bytes(held['kv_preallocated_bytes'])} in use; "
+                           f"{held['preemptions']} preemptions")  # fmt: skip
     if result.ppl is not None:
         closing.append(f"PPL {result.ppl['ppl']['value']:.5g} over {result.ppl['tokens']} tokens")
     return "\n".join(closing)
@@ -101,11 +105,11 @@ def bench(
     with opened.opened(python=python) as (endpoint, pid):
         with contextlib.ExitStack() as stack:
             driver = stack.enter_context(opened_client(client, chosen.loads, python))
-            watch = stack.enter_context(MemoryWatch(pid)) if pid is not None else None
+            watch = stack.enter_context(MemoryWatch(pid, endpoint.base_url)) if pid is not None else None
             result, partial = room.run_bench(endpoint, chosen, sent, target=str(target), runs=runs, audited=audit, output_dir=output_dir,
                                              server_dependencies=opened.dependencies, client=driver, client_kind=client)  # fmt: skip
         if watch is not None:
-            result.memory_kind, result.peak_memory_bytes, result.memory_samples = watch.kind, watch.peak_bytes, watch.samples
+            result.take_memory(watch)
         if ppl is not None:
             from gemq.eval.ppl import evaluate_ppl
 
