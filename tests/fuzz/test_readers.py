@@ -19,7 +19,7 @@ from gemq.errors import GemqError, IntegrityError
 from gemq.quantize.audit import quantization_of, read_config, read_shard, read_tensors
 from gemq.quantize.seal import SealedFile, parse_seal, path_problem, seal_bytes
 
-EXAMPLES = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+EXAMPLES = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 _scalars = (st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
             | st.sampled_from([2**63, -1, 10**400, "F32", "../x", "\ud800", "a\n", "0" * 64]))  # fmt: skip
