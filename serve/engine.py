@@ -91,4 +91,4 @@ def ask_engine(python: Path, head_sizes: Sequence[int], attention: Sequence[str]
     try:
         return EngineFacts(**json.loads(done.stdout.strip().splitlines()[-1]))
     except (ValueError, TypeError, IndexError) as error:
-        raise GemqError(f"{python} answers something else than vLLM's switches ({error!r})", "run make serve-env") from None
+        raise UsageError(f"{python} answers something else than vLLM's switches ({error!r})", "run make serve-env, or give --python") from None

@@ -24,7 +24,7 @@ from gemq.errors import GemqError, StoppedSafely
 from gemq.eval.bench import measure
 from gemq.eval.decoded import DecodeRecord
 from gemq.eval.endpoint import Endpoint
-from gemq.eval.greedy import capture, judge_by_records, margin_by_target
+from gemq.eval.greedy import capture, judge_by_records
 from gemq.eval.load import Finished, drive
 from gemq.eval.records import Record
 from gemq.eval.statistics import t_quantile
@@ -258,13 +258,19 @@ def reference_ids(running: Running, question: Question) -> list[DecodeRecord]:
 def compare_ids(running: Running, question: Question, reference: Sequence[DecodeRecord]) -> list[Divergence]:
     """Where the server's greedy ids part from `reference`, prompt by prompt, with the margin by its own scores; and a long prompt is scored.
 
+    The margin is how far the worse of the two tokens lies behind the best one: a server that decodes otherwise than it scores has no near-ties.
     Raises as Connection.score does where the server can't score a window any more, as it must for a judge.
     """
     compared = {record.id for record in reference}
     prompts = [prompt for prompt in question.greedy if prompt.id in compared]
     found: list[Divergence] = []
     with running.endpoint.connected() as connection:
-        judge = judge_by_records(reference, margin_by_target(connection), 0.0)
+        def margin(record: DecodeRecord, position: int, reference_token: int) -> float:
+            before = (*record.prompt_token_ids, *record.completion_token_ids[:position])
+            return max(connection.gaps(Record(record.id, (*before, token), len(before), f"prompt {record.id}"))[0]
+                       for token in (reference_token, record.completion_token_ids[position]))  # fmt: skip
+
+        judge = judge_by_records(reference, margin, 0.0)
         ours: list[DecodeRecord] = []
         capture(connection, prompts, [question.greedy_tokens] * len(prompts), ours.append)
         for record in ours:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gemq import atomic
+from gemq import atomic, output
 from gemq.config_file import read_config
 from gemq.errors import UsageError
 from gemq.eval.target import Target
@@ -79,6 +79,9 @@ def prepare(options: Options) -> Prepared:
     target = Target.parse(options.target, options.checkpoint)
     if target.directory is None:
         raise UsageError(f"{options.target} is a URL, and tuning starts servers of its own", "give a checkpoint's or a submission's directory")
+    if not any((target.directory / name).is_file() for name in ("config.json", "manifest.json", "launch.sh", "engine/launch.sh")):
+        raise UsageError(f"{options.target} is neither a checkpoint (config.json) nor a submission (manifest.json, engine/launch.sh)",
+                         "give the directory that gemq quantize or gemq package wrote")
     if options.drafter is not None and not (options.drafter / "config.json").is_file():
         raise UsageError(f"--drafter {options.drafter} is no checkpoint: it has no config.json", "give the drafter's directory")
     foreign = sorted(name for name in known_variables() if name.startswith("VLLM_") and name in os.environ)
@@ -88,9 +91,15 @@ def prepare(options: Options) -> Prepared:
     if base not in PROFILES:
         raise UsageError(f"--profile {base!r} is unknown", f"valid are {', '.join(PROFILES)}")
     loads, prompts = _loads(options, target)
+    greedy = _greedy_prompts(options, target)
+    limit = int(os.environ.get("MAX_MODEL_LEN") or model_length(target.checkpoint))
+    for load in loads:
+        _require_fit(prompts[load.name], load.output_tokens, limit, load.name)
+    _require_fit(greedy, options.greedy_tokens, limit, "--greedy-tokens")
     config = {} if target.checkpoint is None else read_config(target.checkpoint)
     python = find_python(options.python)
     backends = next(switch for switch in SWITCHES if switch.name == "attention").values
+    output.note(f"asking {python} for vLLM's switches")
     engine = ask_engine(python, head_sizes(config), [label for label, _ in backends])
     row = dict(zip(shlex.split(PROFILES[base])[::2], shlex.split(PROFILES[base])[1::2], strict=True))
     task = Task(kernel_list(config), max(load.in_flight for load in loads), int(row["--max-num-seqs"]), int(row["--max-num-batched-tokens"]),
@@ -102,7 +111,7 @@ def prepare(options: Options) -> Prepared:
     sealed = target.checkpoint is not None and (target.checkpoint / seal.SEAL_FILE).is_file()
     digest = seal.seal_digest(target.checkpoint) if sealed and target.checkpoint is not None else None
     made_for = MadeFor(vllm=engine.version, platform="cpu" if engine.platform == CPU else "cuda", card=engine.card, checkpoint=digest)
-    question = Question(loads, prompts, options.pairs, tuple(_greedy_prompts(options, target)), options.greedy_tokens, _window(target))
+    question = Question(loads, prompts, options.pairs, tuple(greedy), options.greedy_tokens, _window(target, limit))
     drafter = None if options.drafter is None else options.drafter.absolute()
     plan = Search(engine, task, tuple(map(tuple, offered)), question, base, made_for, drafter, 60 * options.minutes, options.tolerance,
                   options.confirm)  # fmt: skip
@@ -153,8 +162,15 @@ def _greedy_prompts(options: Options, target: Target) -> list[Prompt]:
     return make_token_prompts(options.greedy_prompts, 32, 1, vocabulary=target.vocabulary, bos=target.bos)
 
 
-def _window(target: Target) -> tuple[int, ...]:
-    limit = int(os.environ.get("MAX_MODEL_LEN") or model_length(target.checkpoint))
+def _require_fit(prompts: Sequence[Prompt], tokens: int, limit: int, what: str) -> None:
+    for prompt in prompts:
+        length = len(prompt.tokens or ())
+        if length + tokens > limit:
+            raise UsageError(f"{what}: prompt {prompt.id} of {length} tokens and {tokens} more don't fit into the {limit} that are served",
+                             "give fewer --tokens or --greedy-tokens, shorter --prompts, or a longer window (MAX_MODEL_LEN)")  # fmt: skip
+
+
+def _window(target: Target, limit: int) -> tuple[int, ...]:
     length = max(2, min(WINDOW, limit - 1))
     return make_token_prompts(1, length, 2, vocabulary=target.vocabulary, bos=target.bos)[0].tokens or ()
 

@@ -266,6 +266,7 @@ def test_a_stopped_search_goes_on_where_it_was(model: Path, cpu_python: Path, tm
     (("--output", "OUT", "--switch", "turbo"), "valid are kernel"), (("--output", "OUT", "--tolerance", "-1"), "--tolerance"),
     (("--output", "OUT", "--profile", "fast"), "--profile 'fast'"), (("--output", "OUT", "--drafter", "."), "--drafter"),
     (("--output", "OUT", "--workload", "none"), "workload"), ((), "--output is missing"),
+    (("--output", "OUT", "--tokens", "300"), "don't fit into the 256"), (("--output", "OUT", "--greedy-tokens", "300"), "--greedy-tokens"),
     (("--output", "OUT", "--switch", "kernel"), "there is nothing to try"), (("--output", "OUT", "--python", "/nowhere/python"), "/nowhere/python"),
 ])  # fmt: skip
 def test_bad_input_is_told_before_anything_starts(more: tuple[str, ...], named: str, model: Path, cpu_python: Path, tmp_path: Path) -> None:
@@ -277,14 +278,15 @@ def test_bad_input_is_told_before_anything_starts(more: tuple[str, ...], named: 
 
 
 def test_targets_that_cannot_be_started_are_refused(model: Path, cpu_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for target in ("http://127.0.0.1:1", str(tmp_path / "nothing")):
+    (tmp_path / "no-model").mkdir()
+    for target in ("http://127.0.0.1:1", str(tmp_path / "nothing"), str(tmp_path / "no-model")):
         app = typer.Typer()
         app.callback()(lambda: None)
         command.register(app)
         result = CliRunner().invoke(app, ["tune", target, *arguments(model, cpu_python, "--dry-run")[1:]])
         output.mode.json = False
         assert isinstance(result.exception, UsageError)
-        assert "a submission's directory" in result.exception.next_step
+        assert "submission" in result.exception.next_step + result.exception.message
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "X")
     with pytest.raises(UsageError, match="VLLM_DISABLED_KERNELS is set here"):
         run(model, cpu_python, "--dry-run")

@@ -16,18 +16,19 @@ if TYPE_CHECKING:
     from gemq.serve.tune import Tuned
     from gemq.serve.tune_job import Prepared
 
-_COLUMNS = ("switch", "value", "pairs", "TPS before", "after", "ratio", "lower bound", "s", "verdict")
+_COLUMNS = ("tried", "pairs", "TPS before", "after", "ratio", "bound", "verdict")
 
 
 def _row(trial: Trial, why: str, confidence: float) -> tuple[object, ...]:
     from gemq.serve.trials import paired_ratio
 
+    name = f"{trial.switch} {trial.value}"
     if not trial.pairs:
-        return (trial.switch, trial.value, 0, "–", "–", "–", "–", f"{trial.seconds:.0f}", why)
+        return (name, 0, "–", "–", "–", "–", why)
     ratio = paired_ratio(trial.pairs, confidence)
     before, after = (sum(pair[side] for pair in trial.pairs) / len(trial.pairs) for side in (0, 1))
-    return (trial.switch, trial.value, len(trial.pairs), f"{before:.2f}", f"{after:.2f}", f"{ratio.ratio:.4f}",
-            "–" if ratio.lower is None else f"{ratio.lower:.4f}", f"{trial.seconds:.0f}", why)  # fmt: skip
+    bound = "–" if ratio.lower is None else f"{ratio.lower:.4f}"
+    return (name, len(trial.pairs), f"{before:.2f}", f"{after:.2f}", f"{ratio.ratio:.4f}", bound, why)
 
 
 def _show_plan(prepared: Prepared) -> None:
@@ -47,14 +48,17 @@ def _show_left_out(left_out: list[Any]) -> None:
 
 
 def _show(tuned: Tuned, output_directory: Path) -> str:
+    from gemq.serve.contract import NEAR_TIE_NATS
+
     output.table("", _COLUMNS, [_row(trial, why, tuned.confidence) for trial, _, why in tuned.trials])
     _show_left_out(tuned.left_out)
     lines = [f"a candidate is kept if the lower bound ({tuned.confidence:.4f} one-sided) is above {tuned.floor:.4f}, and its ids are the baseline's"]
     for trial, _, why in tuned.trials:
-        if why.startswith("faster, but") and trial.divergences and all(each.margin_nats is not None for each in trial.divergences):
-            most = max(each.margin_nats or 0.0 for each in trial.divergences)
-            lines.append(f"{trial.switch} {trial.value} is faster and decodes to other ids; they part at {most:.3f} nats at most: "
-                         f"--tolerance {most * 1.01 + 0.001:.3f} would take such near-ties")  # fmt: skip
+        margins = [NEAR_TIE_NATS + 1 if each.margin_nats is None else each.margin_nats for each in trial.divergences]
+        if why.startswith("faster, but") and margins and max(margins) <= NEAR_TIE_NATS:
+            lines.append(f"{trial.switch} {trial.value}: ids part at near-ties, {max(margins):.3f} nats at most, as two kernels that round "
+                         f"differently do; --tolerance {NEAR_TIE_NATS} would take them (cp -r {output_directory} NEW.partial and --output NEW measure "
+                         "nothing twice)")  # fmt: skip
     if tuned.profile is None or tuned.profile.measured is None:
         lines.append("nothing is kept: vLLM's own choices stay")
     else:
@@ -102,7 +106,6 @@ def tune(
 
     options = Options(target, checkpoint, profile, workload, requests, tokens, pairs, prompts, greedy_prompts, greedy_tokens, tolerance,
                       tuple(switch or ()), drafter, minutes, start_timeout, servers, confirm, python, not no_verify)  # fmt: skip
-    output.note("asking vLLM for its switches")
     prepared = prepare(options)
     if dry_run:
         _show_plan(prepared)
