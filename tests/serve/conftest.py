@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,9 +83,17 @@ def vllm_python() -> Path:
 @pytest.fixture(scope="session")
 def small_gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Gemma 4 with its three towers."""
-    folder = tmp_path_factory.mktemp("models") / "gemma4-small"
-    subprocess.run([sys.executable, "-m", "tests.models.gemma4", "e4b", str(folder)], cwd=ROOT, check=True, timeout=300)
-    return folder
+    from models.gemma4 import build_gemma4
+
+    return build_gemma4(tmp_path_factory.mktemp("models") / "gemma4-small")
+
+
+@pytest.fixture(scope="session")
+def gemq() -> Callable[..., None]:
+    """The command line in this process, which has imported already what takes a new one many seconds; an error is raised as it is."""
+    from gemq.cli import app
+
+    return lambda *arguments: app([str(argument) for argument in arguments], standalone_mode=False)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,7 +1,7 @@
 """Both arenas' packages on the real vLLM, judged by a harness of their own: unprivileged, from a read-only folder, PPL as measured here.
 
-Four starts: each package once with the small trained Gemma 4 and once with Gemma 3 270M, each of these once in compressed-tensors and once
-in the gptq format.
+Three starts: Efficient Gemma's package with Gemma 3 270M in the gptq format, LowBArena's with that in compressed-tensors and with the small
+trained Gemma 4 in the gptq format (test_vllm.py has Gemma 4 in compressed-tensors).
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,12 +48,7 @@ rules:
     scheme: {weights: {num_bits: 4, strategy: group, group_size: 32}}
 """,
 }
-CASES = [("efficient-gemma", "gemma4", "compressed-tensors"), ("lowbarena", "gemma4", "gptq"),
-         ("efficient-gemma", "gemma3", "gptq"), ("lowbarena", "gemma3", "compressed-tensors")]  # fmt: skip
-
-
-def gemq(*arguments: str | Path) -> None:
-    subprocess.run([sys.executable, "-m", "gemq", *map(str, arguments)], check=True, timeout=900, stdout=subprocess.DEVNULL)
+CASES = [("lowbarena", "gemma4", "gptq"), ("efficient-gemma", "gemma3", "gptq"), ("lowbarena", "gemma3", "compressed-tensors")]
 
 
 @dataclass
@@ -97,7 +90,8 @@ def with_chat_template(model: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
-def judged(request: pytest.FixtureRequest, vllm_python: Path, shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judged]:
+def judged(request: pytest.FixtureRequest, vllm_python: Path, shared_data: Path, gemq: Callable[..., None],
+           tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judged]:  # fmt: skip
     arena, model, form = request.param
     work = tmp_path_factory.mktemp("judged")
     source = TINY if model == "gemma4" else with_chat_template(request.getfixturevalue("demo_model"), work / "source")

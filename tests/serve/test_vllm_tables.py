@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,11 +64,10 @@ save_file(found, out)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(small_gemma4: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(small_gemma4: Path, gemq: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tables")
     (folder / "recipe.yaml").write_text(RECIPE)
-    command = [sys.executable, "-m", "gemq", "quantize", str(small_gemma4), "--recipe", str(folder / "recipe.yaml"), "--eval-data", "none"]
-    subprocess.run([*command, "--output", str(folder / "out")], check=True, timeout=600, stderr=subprocess.DEVNULL)
+    gemq("quantize", small_gemma4, "--recipe", folder / "recipe.yaml", "--eval-data", "none", "--output", folder / "out")
     return folder / "out"
 
 
