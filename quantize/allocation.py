@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -20,27 +21,39 @@ class Choice:
     harm: float
 
 
+@dataclass(frozen=True)
+class Step:
+    """A unit's move to the next choice on its hull."""
+
+    name: str
+    before: Choice
+    after: Choice
+
+    @property
+    def rate(self) -> float:
+        """The fall of harm for its cost."""
+        return (self.before.harm - self.after.harm) / (self.after.cost - self.before.cost)
+
+
+def hull_steps(choices: Mapping[str, Sequence[Choice]]) -> tuple[dict[str, Choice], list[Step]]:
+    """Unit -> cheapest choice, and every step from there to the least harm, the step that buys most for its cost first."""
+    hulls = {unit: _hull(options) for unit, options in choices.items()}
+    steps = [Step(unit, before, after) for unit, hull in hulls.items() for before, after in pairwise(hull)]
+    # rates fall along a hull, so a unit's own steps stay in their order; equal ones keep it too, for the sort is stable within a unit
+    return {unit: hull[0] for unit, hull in hulls.items()}, sorted(steps, key=lambda step: (-step.rate, step.name))
+
+
 def allocate(choices: Mapping[str, Sequence[Choice]], limit: float) -> dict[str, Choice] | None:
     """Unit -> choice with total harm at most `limit` and the least cost the method finds; None if even the most careful choices exceed it."""
-    hulls = {unit: _hull(options) for unit, options in choices.items()}
-    taken = {unit: 0 for unit in hulls}
-    harm = sum(hull[0].harm for hull in hulls.values())
-    steps = sorted(
-        (
-            ((hull[index].harm - hull[index + 1].harm) / (hull[index + 1].cost - hull[index].cost), unit, index)
-            for unit, hull in hulls.items()
-            for index in range(len(hull) - 1)
-        ),
-        key=lambda step: (-step[0], step[1], step[2]),
-    )
-    for _, unit, index in steps:
+    found, steps = hull_steps(choices)
+    harm = sum(choice.harm for choice in found.values())
+    for step in steps:
         if harm <= limit:
             break
-        harm += hulls[unit][index + 1].harm - hulls[unit][index].harm
-        taken[unit] = index + 1
+        harm += step.after.harm - step.before.harm
+        found[step.name] = step.after
     if harm > limit:
         return None
-    found = {unit: hulls[unit][index] for unit, index in taken.items()}
     return _spend(choices, found, limit)
 
 

@@ -76,6 +76,51 @@ def tradeoff(data: dict[str, Any]) -> Figure:
     return figure
 
 
+def pareto(data: dict[str, Any]) -> Figure:
+    """The predicted curve, as it is and corrected by what builds came to, the builds themselves with their bounds, and the budgets."""
+    figure, (axes,) = new_figure(5.0)
+    shown = _shown_curve(data)
+    at = [one["bytes_per_token"] / 1e6 for one in shown]
+    axes.step(at, [100 * math.expm1(one["predicted_kl_nats"]) for one in shown], where="post", color=PREDICTED, linestyle="--",
+              label="predicted from the sensitivities")  # fmt: skip
+    factor = data["correction"]["ppl"]
+    if factor is not None:
+        axes.step(at, [100 * math.expm1(factor * one["predicted_kl_nats"]) for one in shown], where="post", color=INK, linestyle="-.", linewidth=1.2,
+                  label=f"predicted, times {number(factor, 3)} as the builds came to")
+    for place, one in enumerate(data["measured"]):
+        bytes_mb = one["bytes_per_token"] / 1e6
+        axes.plot([bytes_mb, bytes_mb], [100 * (one["predicted_ratio"] - 1), 100 * (one["ratio"] - 1)], color=PREDICTED, linestyle=":", linewidth=1)
+        label = "" if place else "measured on a build, and its 95% bound"
+        whisker(axes, bytes_mb, one["ratio"], one["ratio_upper_95"], OURS, "o", label, filled=True)
+    for one in data["budgets"]:
+        if one["asked"] and one["kind"] == "ppl":
+            budget_line(axes, 100 * one["limit"], f"budget {percent(1 + one['limit'], 1)}")
+    source_point(axes, data["source"]["bytes_per_token"] / 1e6, "the source", [*at, *(one["bytes_per_token"] / 1e6 for one in data["measured"])])
+    axes.set_xlabel("bytes of linears and head that a decoded token reads, MB")
+    axes.set_ylabel("perplexity over the source's, %")
+    axes.margins(x=0.04)
+    reference = data["reference_ppl"]
+    if reference is not None:
+        def perplexity(above: Any) -> Any:
+            return reference * (1 + above / 100)
+
+        def above(perplexity: Any) -> Any:
+            return 100 * (perplexity / reference - 1)
+
+        right = axes.secondary_yaxis("right", functions=(perplexity, above))
+        right.set_ylabel(f"perplexity on {data['reference_data']}")
+    figure.legend(loc="outside lower center", ncols=2)
+    return figure
+
+
+def _shown_curve(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The curve up to where hardly anything is left to buy, or to the last build."""
+    last = max([one["bytes_per_token"] for one in data["measured"]], default=0)
+    worst = data["curve"][0]["predicted_kl_nats"]
+    found = [one for one in data["curve"] if one["predicted_kl_nats"] > 0.005 * worst or one["bytes_per_token"] <= last]
+    return [*found, *data["curve"][len(found) : len(found) + 1]]
+
+
 def budget_line(axes: Axes, at: float, label: str) -> None:
     """A dashed line at a budget, named on it."""
     axes.axhline(at, color=LIMIT, linestyle="--", linewidth=1.4)
@@ -134,7 +179,8 @@ def errors(data: dict[str, Any]) -> Figure:
         axes.set_title(one["name"])
         axes.set_xlabel("layer")
     assert image is not None
-    figure.colorbar(image, ax=list(grid[:, 0]), label="relative squared error", aspect=max(8, 2 * rows), pad=0.015, format=_power_of_ten)
+    label = data.get("label", "relative squared error")
+    figure.colorbar(image, ax=list(grid[:, 0]), label=label, aspect=max(8, 2 * rows), pad=0.015, format=_power_of_ten)
     return figure
 
 
@@ -271,6 +317,7 @@ def memory(data: dict[str, Any]) -> Figure:
 
 
 DRAW: dict[str, Callable[[dict[str, Any]], Figure]] = {
-    "gates": gates, "tradeoff": tradeoff, "errors": errors, "divergence": divergence, "records": records, "speed": speed, "memory": memory,
+    "gates": gates, "tradeoff": tradeoff, "pareto": pareto, "errors": errors, "sensitivities": errors,
+    "divergence": divergence, "records": records, "speed": speed, "memory": memory,
 }  # fmt: skip
 """A section's key -> what draws its figure."""

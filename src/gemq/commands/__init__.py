@@ -7,6 +7,7 @@ from gemq.commands import (
     doctor,
     evaluate,
     package,
+    pareto,
     push,
     quantize,
     recipes,
@@ -19,6 +20,6 @@ from gemq.commands import (
 )
 
 COMMANDS = (
-    quantize.register, evaluate.register, verify.register, card.register, sign.register, package.register, serve.register, tune.register,
-    bench.register, accuracy.register, rehearse.register, report.register, push.register, recipes.register, doctor.register,
+    quantize.register, pareto.register, evaluate.register, verify.register, card.register, sign.register, package.register, serve.register,
+    tune.register, bench.register, accuracy.register, rehearse.register, report.register, push.register, recipes.register, doctor.register,
 )  # fmt: skip
