@@ -44,6 +44,7 @@ except GemqError as error:
     output.error(error.message, error.next_step)
     sys.exit(error.exit_code)
 """
+NO_GAIN = ("slower", "not faster beyond the noise")  # which of them is a matter of the machine's noise
 _ASKED: dict[tuple[str, tuple[int, ...]], EngineFacts] = {}
 QUICK = ("--requests", 1, "--tokens", 8, "--pairs", 3, "--greedy-prompts", 2, "--greedy-tokens", 12, "--workload", "WORKLOAD")
 
@@ -151,9 +152,9 @@ def test_on_a_gpu_kernels_behind_vllms_own_are_reached_and_the_same_kernel_is_no
                 "--output", tmp_path / "out", "--no-confirm")  # fmt: skip
     told = verdicts(found)
     assert told["kernel MarlinLinearKernel"] == "kept"
-    assert told["kernel ExllamaLinearKernel"] == "slower"
+    assert told["kernel ExllamaLinearKernel"] in NO_GAIN
     assert told["attention TRITON_ATTN"].startswith("vLLM takes the same as before: MarlinLinearKernel, TRITON_ATTN")
-    assert told["performance-mode interactivity"] == "slower"
+    assert told["performance-mode interactivity"] in NO_GAIN
     profile = read_profile(tmp_path / "out" / "profile.json")
     assert profile.environment == {"VLLM_DISABLED_KERNELS": "MacheteLinearKernel"}
     assert (profile.made_for.card, profile.made_for.vllm, profile.made_for.platform) == ("Stand-in H1", "0.26.0", "cuda")

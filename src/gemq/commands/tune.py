@@ -57,8 +57,8 @@ def _show(tuned: Tuned, output_directory: Path) -> str:
         margins = [NEAR_TIE_NATS + 1 if each.margin_nats is None else each.margin_nats for each in trial.divergences]
         if why.startswith("faster, but") and margins and max(margins) <= NEAR_TIE_NATS:
             lines.append(f"{trial.switch} {trial.value}: ids part at near-ties, {max(margins):.3f} nats at most, as two kernels that round "
-                         f"differently do; --tolerance {NEAR_TIE_NATS} would take them (cp -r {output_directory} NEW.partial and --output NEW measure "
-                         "nothing twice)")  # fmt: skip
+                         f"differently do; --tolerance {NEAR_TIE_NATS} would take them (cp -r {output_directory} NEW.partial, then --output NEW "
+                         "measures nothing twice)")  # fmt: skip
     if tuned.profile is None or tuned.profile.measured is None:
         lines.append("nothing is kept: vLLM's own choices stay")
     else:
