@@ -88,8 +88,8 @@ def check_hessian(size: int, tokens: int) -> dict[str, tuple[float, float]]:
         return ((total.triu().double() - exact).norm() / exact.norm()).item()
 
     total = torch.zeros(size, size, device="cuda")
-    sweep_triton.add_outer_products(total, x)
-    made["kernel, bfloat16"] = far(total), timed(lambda: sweep_triton.add_outer_products(total, x))
+    sweep_triton.add_outer_products(total, x, 512)
+    made["kernel, bfloat16"] = far(total), timed(lambda: sweep_triton.add_outer_products(total, x, 512))
     wide = x.float()
     for name, tf32 in (("float32 product", False), ("TF32 product", True)):
         torch.backends.cuda.matmul.allow_tf32 = tf32

@@ -43,7 +43,7 @@ class Hessian:
         if flat.is_cuda and flat.dtype == torch.bfloat16:
             from gemq.quantize.sweep_triton import add_outer_products
 
-            add_outer_products(self.sum, flat)
+            add_outer_products(self.sum, flat, self._block)
         else:
             flat = flat.to(torch.float32)
             for start in range(0, flat.shape[1], self._block):

@@ -84,16 +84,16 @@ def _descend_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _outer_kernel(  # type: ignore[no-untyped-def]
-    x, total, tokens, size, tiles, STEPS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr
+    x, total, tokens, size, tiles, STEPS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr
 ):
-    """One tile [TILE, TILE] of `total` [size, size] += x^T x, x [tokens, size]; tiles below the diagonal are left out."""
+    """One tile [TILE, TILE] of `total` [size, size] += x^T x, x [tokens, size]; blocks of SPAN tiles below the diagonal are left out."""
     # tiles in groups of rows, so that programs that run together read the same columns of x
     number = tl.program_id(0)
     group = number // (GROUP * tiles)
     rows = min(tiles - group * GROUP, GROUP)
     down = group * GROUP + (number % (GROUP * tiles)) % rows
     across = (number % (GROUP * tiles)) // rows
-    if across < down:
+    if across // SPAN < down // SPAN:
         return
     left = down * TILE + tl.arange(0, TILE)
     right = across * TILE + tl.arange(0, TILE)
@@ -151,10 +151,13 @@ def descend(
             gradient[first + width :].addmm_(moments[first + width :, first : first + width], steps[:width], alpha=-1)
 
 
-def add_outer_products(total: torch.Tensor, inputs: torch.Tensor) -> None:
-    """Add x^T x over the rows x of `inputs` [tokens, in], a 16-bit float, to the upper triangle of `total` [in, in] float32."""
+def add_outer_products(total: torch.Tensor, inputs: torch.Tensor, block: int) -> None:
+    """Add x^T x over the rows x of `inputs` [tokens, in], a 16-bit float, to the blocks on and above the diagonal of `total` [in, in] float32.
+
+    `block` is a multiple of 128.
+    """
     inputs = inputs.contiguous()
     tokens, size = inputs.shape
     tiles = triton.cdiv(size, _TILE)
-    launch: Any = {"TILE": _TILE, "DEPTH": _DEPTH, "GROUP": 8, "num_warps": 8, "num_stages": 3}
+    launch: Any = {"TILE": _TILE, "DEPTH": _DEPTH, "GROUP": 8, "SPAN": block // _TILE, "num_warps": 8, "num_stages": 3}
     _outer_kernel[(tiles * tiles,)](inputs, total, tokens, size, tiles, STEPS=triton.cdiv(tokens, _DEPTH), **launch)
