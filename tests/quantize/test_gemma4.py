@@ -23,6 +23,7 @@ from tests.quantize.test_run import walk_hidden
 from gemq.calibration.sets import CalibrationSet, load_calibration
 from gemq.errors import IntegrityError, UsageError
 from gemq.quantize.plan import make_plan
+from gemq.quantize.run import Outcome
 from gemq.quantize.seal import check_seal
 from gemq.quantize.skeleton import load_skeleton
 from gemq.quantize.verify import verify_against_source
@@ -45,6 +46,19 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
+@pytest.fixture(scope="module")
+def quantized(built, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+    """A small job on a kind, carried out once and only looked at; "tiny" is the trained model."""
+    made: dict[str, Outcome] = {}
+
+    def get(kind: str) -> Outcome:
+        if kind not in made:
+            made[kind] = run_job(TINY if kind == "tiny" else built(kind), tmp_path_factory.mktemp("quantized") / kind)
+        return made[kind]
+
+    return get
+
+
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     from transformers import AutoModelForImageTextToText
 
@@ -61,19 +75,19 @@ def test_the_walks_unquantized_output_is_transformers_own_bit_for_bit(built, kin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_decoder_linear_is_quantized_and_everything_else_is_byte_identical(built, kind, tmp_path):
+def test_every_decoder_linear_is_quantized_and_everything_else_is_byte_identical(built, quantized, kind):
     source = built(kind)
-    outcome = run_job(source, tmp_path / "out")
+    outcome = quantized(kind)
     assert check_seal(outcome.directory) == []
     assert verify_against_source(outcome.directory, source).differences == []
     before, after = ShardReader(source), ShardReader(outcome.directory)
     skeleton, _ = load_skeleton(source)
-    quantized = {matrix.tensor for matrix in skeleton.matrices if matrix.module != "lm_head"}
-    for name in set(before.tensors) - quantized:
+    reached = {matrix.tensor for matrix in skeleton.matrices if matrix.module != "lm_head"}
+    for name in set(before.tensors) - reached:
         assert torch.equal(before.read(name).reshape(-1).view(torch.uint8), after.read(name).reshape(-1).view(torch.uint8)), name
     added = {name for name in after.tensors if name not in before.tensors}
     assert all(name.endswith((".weight_packed", ".weight_scale", ".weight_shape")) for name in added)
-    assert not quantized & set(after.tensors)
+    assert not reached & set(after.tensors)
     assert not any("tower" in name or "router" in name for name in added)
 
 
@@ -106,7 +120,7 @@ def test_a_plan_from_a_config_alone(name, linears, gigabytes_a_token, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["e4b", "moe"])
-def test_a_dry_run_lists_every_units_modules_by_their_names_in_the_checkpoint(built, kind, tmp_path):
+def test_a_dry_run_lists_every_units_modules_by_their_names_in_the_checkpoint(built, quantized, kind):
     from typer.testing import CliRunner
 
     from gemq.cli import app
@@ -117,7 +131,7 @@ def test_a_dry_run_lists_every_units_modules_by_their_names_in_the_checkpoint(bu
     units = json.loads(made.stdout)["units"]
     listed = [module for unit in units for module in unit["modules"]]
     assert len(listed) == len(set(listed))
-    outcome = run_job(source, tmp_path / "out")
+    outcome = quantized(kind)
     packed = {name.removesuffix(".weight_packed") for name in ShardReader(outcome.directory).tensors if name.endswith("packed")}
     assert {module for unit in units if unit["method"] for module in unit["modules"]} == packed
     fused = next(unit for unit in units if unit["unit"] == "layers.0.self_attn.qkv_proj")
@@ -145,12 +159,12 @@ def test_w4a16_keeps_the_ple_linears_at_8_bits(built):
     assert labels == {("attention", 4): 16, ("mlp", 4): 16, ("ple", 8): 17}
 
 
-def test_redundant_kv_is_kept_by_default_and_dropped_on_request_with_a_note(built, tmp_path):
+def test_redundant_kv_is_kept_by_default_and_dropped_on_request_with_a_note(built, quantized, tmp_path):
     source = built("e4b")
     skeleton, reader = load_skeleton(source)
     redundant = skeleton.redundant_kv()
     assert len(redundant) == 12
-    kept = run_job(source, tmp_path / "kept")
+    kept = quantized("e4b")
     assert all(torch.equal(ShardReader(kept.directory).read(name), reader.read(name)) for name in redundant)
     dropping = load_recipe("w4a16-g32").model_copy(update={"drop_redundant_kv": True})
     dropped = run_job(source, tmp_path / "dropped", dropping)
@@ -170,8 +184,8 @@ def test_resumed_in_a_layer_that_shares_kv_the_result_is_the_same(built, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["e4b", "moe"])
-def test_the_manifest_reports_every_unit(built, kind, tmp_path):
-    outcome = run_job(built(kind), tmp_path / "out")
+def test_the_manifest_reports_every_unit(quantized, kind):
+    outcome = quantized(kind)
     reports = outcome.manifest["units"]
     assert all(0 < report.get("output_error", report.get("weight_error", 0)) < 0.5 for report in reports.values())
     if kind == "moe":
@@ -221,18 +235,18 @@ def prompts() -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def test_text_image_and_audio_logits_are_those_of_the_dequantized_weights_and_the_towers_outputs_are_bit_identical(tmp_path):
+def test_text_image_and_audio_logits_are_those_of_the_dequantized_weights_and_the_towers_outputs_are_bit_identical(quantized, tmp_path):
     recipe = load_recipe("w4a16-g32")
-    outcome = run_job(TINY, tmp_path / "out", recipe)
+    outcome = quantized("tiny")
     reference = load(dequantized_copy(outcome.directory, TINY, recipe, tmp_path / "float"), torch.bfloat16)
-    source, quantized = load(TINY, torch.bfloat16), load(outcome.directory, torch.bfloat16)
+    source, served = load(TINY, torch.bfloat16), load(outcome.directory, torch.bfloat16)
     seen: dict[int, list[torch.Tensor]] = {}
-    for number, model in enumerate((source, quantized)):
+    for number, model in enumerate((source, served)):
         for tower in ("embed_vision", "embed_audio"):
             getattr(model.model, tower).register_forward_hook(lambda module, args, out, n=number: seen.setdefault(n, []).append(out))
     for kind, given in prompts().items():
         with torch.no_grad():
-            implied, found, original = (model(**given).logits.float() for model in (reference, quantized, source))
+            implied, found, original = (model(**given).logits.float() for model in (reference, served, source))
         assert torch.isfinite(found).all()
         assert (found - implied).norm() < 0.3 * (found - original).norm(), kind
     assert len(seen[0]) == 2
@@ -240,8 +254,8 @@ def test_text_image_and_audio_logits_are_those_of_the_dequantized_weights_and_th
 
 
 @pytest.mark.parametrize("name", ["w4a16-g32", "fp8", "w8a8"])
-def test_transformers_loads_every_format_of_gemma4(name, tmp_path):
-    outcome = run_job(TINY, tmp_path / "out", name)
+def test_transformers_loads_every_format_of_gemma4(quantized, name, tmp_path):
+    outcome = quantized("tiny") if name == "w4a16-g32" else run_job(TINY, tmp_path / "out", name)
     given = prompts()["image"]
     with torch.no_grad():
         found, original = (load(folder, torch.bfloat16)(**given).logits.float() for folder in (outcome.directory, TINY))
