@@ -132,10 +132,10 @@ class Trial:
 
 
 def describe_mix(mix: dict[str, str]) -> str:
-    """How many decisions take each scheme, and the head's: "40 int4-g128, 8 int8; head int8"."""
+    """How many decisions take each scheme, and the head's: "int4-g128 × 40, int8 × 8; head int8"."""
     units = [label for name, label in mix.items() if name != HEAD]
     counts = {label: units.count(label) for label in [*SCHEMES, *HEAD_SCHEMES, KEEP]}
-    text = ", ".join(f"{count} {label}" for label, count in counts.items() if count)
+    text = ", ".join(f"{label} × {count}" for label, count in counts.items() if count)
     return text if HEAD not in mix else f"{text}; head {'as in the source' if mix[HEAD] == KEEP else mix[HEAD]}"
 
 

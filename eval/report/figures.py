@@ -117,20 +117,21 @@ def _shown_curve(data: dict[str, Any]) -> list[dict[str, Any]]:
     """The curve up to where hardly anything is left to buy, or to the last build."""
     last = max([one["bytes_per_token"] for one in data["measured"]], default=0)
     worst = data["curve"][0]["predicted_kl_nats"]
-    found = [one for one in data["curve"] if one["predicted_kl_nats"] > 0.005 * worst or one["bytes_per_token"] <= last]
+    found = [one for one in data["curve"] if one["predicted_kl_nats"] > 0.03 * worst or one["bytes_per_token"] <= last]
     return [*found, *data["curve"][len(found) : len(found) + 1]]
 
 
 def budget_line(axes: Axes, at: float, label: str) -> None:
     """A dashed line at a budget, named on it."""
     axes.axhline(at, color=LIMIT, linestyle="--", linewidth=1.4)
-    axes.annotate(label, (1, at), xycoords=("axes fraction", "data"), xytext=(-3, 3), textcoords="offset points", ha="right", fontsize=8, color=LIMIT)
+    axes.annotate(label, (1, at), xycoords=("axes fraction", "data"), xytext=(-3, 3), textcoords="offset points", ha="right", fontsize=8, color=LIMIT,
+                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.8})
 
 
 def source_point(axes: Axes, at: float, label: str, others: Sequence[float]) -> None:
     """The source as a star at 0%, or in words at the edge where it is so far off that it would press the other points together."""
     spread = max(others) - min(others)
-    if spread > 0 and at - max(others) > 2 * spread:
+    if spread > 0 and at - max(others) > spread:
         axes.annotate(f"{label}: 0% at {number(at)} MB →", (1, 0), xycoords=("axes fraction", "data"), xytext=(-3, 4), textcoords="offset points",
                       ha="right", fontsize=8)
         axes.axhline(0, color=INK, linewidth=0.8)
@@ -196,8 +197,8 @@ def _schemes(axes: Axes, one: dict[str, Any], norm: Any) -> None:
 
 
 def short_scheme(scheme: str) -> str:
-    """int4 g128 -> 4 over 128, int8 channel -> 8, fp8 -> f8."""
-    name, _, rest = scheme.partition(" ")
+    """int4 g128 (or int4-g128) -> 4 over 128, int8 channel -> 8, fp8 -> f8."""
+    name, _, rest = scheme.replace("-", " ").partition(" ")
     number_of = name.replace("int", "").replace("fp", "f")
     return f"{number_of}\n{rest[1:]}" if rest.startswith("g") else number_of
 

@@ -73,6 +73,7 @@ def tradeoff(material: Material) -> Section | Missing:
             })  # fmt: skip
             key = (model, made["data_sha256"], made["tokens"])
             sources[key] = {"model": model, "bytes_per_token": sizes["per_token_source"], "ppl": made["reference_ppl"]["value"], "data": made["data"]}
+    tried = _once(tried)
     if not points:
         why = "no checkpoint's perplexity was measured beside its source's" if material.checkpoints else "no checkpoint is there"
         return Missing("tradeoff", title, why, "gemq eval-ppl CHECKPOINT --reference SOURCE --data RECORDS.jsonl --output DIR/ppl.json")
@@ -95,6 +96,16 @@ def tradeoff(material: Material) -> Section | Missing:
     data = {"checkpoints": points, "sources": list(sources.values()), "tried": tried,
             "budgets": [{"label": label, "ratio": ratio} for label, ratio in budgets.items()]}  # fmt: skip
     return Section("tradeoff", title, text, data, "Perplexity over the source's against the bytes that a decoded token reads", tables)
+
+
+def _once(tried: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each build once: searches that share their state tell of each other's, and one that was chosen anywhere is chosen."""
+    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for one in tried:
+        key = (one["mix"], one["bytes_per_token"], one["ratio"])
+        if key not in kept or one["chosen"]:
+            kept[key] = one
+    return list(kept.values())
 
 
 def _tried(name: str, trial: dict[str, Any], kind: str) -> dict[str, Any] | None:

@@ -164,7 +164,8 @@ def test_errors_stand_by_layer_and_unit(made: Path) -> None:
         unit = next(unit for unit in entry["units"] if unit["unit"] == "layers.2.mlp.down_proj")
         assert (unit["layer"], unit["error"], unit["of"]) == (2, 1e-4, "output")
         assert next(unit for unit in entry["units"] if unit["unit"] == "lm_head")["layer"] is None
-    assert [short_scheme(scheme) for scheme in ("int4 g128", "int8 channel", "fp8 channel, fp8 inputs")] == ["4\n128", "8", "f8"]
+    assert [short_scheme(scheme) for scheme in ("int4 g128", "int4-g32", "int8 channel", "fp8 channel, fp8 inputs")] == [
+        "4\n128", "4\n32", "8", "f8"]  # fmt: skip
 
 
 def test_speed_and_memory_of_both_sides(made: Path) -> None:

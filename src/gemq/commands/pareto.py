@@ -96,9 +96,9 @@ def pareto(
     index = write_pareto(target, Path(model).name, made, sensitivity_map(units, found, named))
     output.table(
         f"{Path(model).name}: predicted mixes" + ("" if made["correction"]["ppl"] is None else ", corrected by the builds"),
-        ("budget", "mix", "bits a weight", "a token reads", "predicted KL", ""),
-        [(row["budget"], row["mix"], f"{row['bits_per_decoder_weight']:.2f}", output.human_bytes(row["bytes_per_token"]),
-          f"{row['predicted_kl_nats']:.4f}", "asked for" if row["asked"] else "") for row in made["budgets"] if row["mix"] is not None],
+        ("budget", "", "bits a weight", "a token reads", "predicted KL", "mix"),
+        [(row["budget"], "asked for" if row["asked"] else "", f"{row['bits_per_decoder_weight']:.2f}", output.human_bytes(row["bytes_per_token"]),
+          f"{row['predicted_kl_nats']:.4f}", row["mix"]) for row in made["budgets"] if row["mix"] is not None],
     )  # fmt: skip
     builds = len(made["measured"])
     closing = f"{target / PAGE}: {builds} build{'' if builds == 1 else 's'} measured, the rest is predicted"

@@ -76,7 +76,7 @@ def quantize(
     let_segments_grow()
     import_transformers_alone()
     from gemq.quantize.gpu import parse_memory
-    from gemq.quantize.plan import make_plan, with_format, with_head
+    from gemq.quantize.plan import make_plan, require_pairs, with_format, with_head
     from gemq.recipes.model import load_recipe
 
     used = load_recipe(recipe)
@@ -114,6 +114,7 @@ def quantize(
     source = resolve(model, revision)
     skeleton, reader = load_skeleton(source.directory)
     plan = make_plan(skeleton, used)
+    require_pairs(plan)
     if dry_run:
         _show_plan(plan, samples * length, chosen)
         return
@@ -174,9 +175,9 @@ def _search(job: Job, budget: Budget, candidates: tuple[str, ...], objective: st
 
     won = run_search(job, budget, candidates, objective, state, builds, data, head=head)  # type: ignore[arg-type]
     output.table(
-        f"within {budget.show(budget.nats)}", ("mix", "bits a weight", "a token reads", "predicted KL", "measured", "95% bound", ""),
-        [(trial.described, f"{trial.bits_per_decoder_weight:.2f}", output.human_bytes(trial.bytes_per_token), f"{trial.predicted:.4f}",
-          *map(budget.show, trial.judged.of_budget(budget)), "chosen" if trial is won.trial else "") for trial in won.trials],
+        f"within {budget.show(budget.nats)}", ("", "bits a weight", "a token reads", "predicted KL", "measured", "95% bound", "mix"),
+        [("chosen" if trial is won.trial else "", f"{trial.bits_per_decoder_weight:.2f}", output.human_bytes(trial.bytes_per_token), f"{trial.predicted:.4f}",
+          *map(budget.show, trial.judged.of_budget(budget)), trial.described) for trial in won.trials],
     )  # fmt: skip
     search = won.manifest["search"]
     lines = [f"{won.directory}: {won.trial.bits_per_decoder_weight:.2f} bits a decoder weight, bound {budget.show(won.trial.upper(budget))} "
@@ -253,14 +254,18 @@ def _show_plan(plan: Plan, tokens: int, device: str) -> None:
     linears = sum(matrix.module != "lm_head" for matrix in plan.skeleton.matrices)
     quantized = sum(matrix.module != "lm_head" and matrix.module in plan.quantized_matrices for matrix in plan.skeleton.matrices)
     size, made = plan.source_bytes(), plan.checkpoint_bytes()
+    norms = sum(pair.is_norm for pair in plan.pairs.values())
+    smoothing = [f"smoothing        is searched for {len(plan.pairs)} units; up to {norms} norms take their scales"] if plan.pairs else []
     output.result(
         {"architecture": architecture, "recipe": plan.recipe.model_dump(mode="json"), "decoder_linears": linears, "quantized_linears": quantized,
          "units": rows, "bytes": {"source": size, "checkpoint": made, "per_token_source": before, "per_token_checkpoint": after},
-         "bits_per_decoder_weight": plan.bits_per_weight(), "expected": expected.to_json()},
+         "bits_per_decoder_weight": plan.bits_per_weight(), "expected": expected.to_json(),
+         "smoothing": {name: pair.tensor for name, pair in plan.pairs.items()}},
         "\n".join((
             f"decoder linears  {quantized} of {linears} quantized, {plan.bits_per_weight():.2f} bits a weight",
             f"checkpoint       {output.human_bytes(size)} -> {output.human_bytes(made)} on disk",
             f"a decoded token  reads {output.human_bytes(before)} -> {output.human_bytes(after)} of linears and head",
+            *smoothing,
             f"this machine     about {output.human_bytes(expected.memory_bytes)} of memory, {output.human_seconds(expected.seconds)} "
             f"for {tokens} calibration tokens on {device}",
         )),
