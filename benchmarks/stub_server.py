@@ -23,6 +23,7 @@ class Engine:
     name = "stub"
     max_model_len = 4096
     vocabulary = VOCABULARY
+    kv_cache_tokens = 1_000_000
 
     def __init__(self, tokens_per_second: float = 0.0) -> None:
         self.tokens_per_second = tokens_per_second
@@ -172,6 +173,7 @@ class StubServer:
             _write(writer, 200, {"completions": self.completions, "service_seconds": self.service_seconds})
         elif path == "/metrics":
             text = f'vllm:kv_cache_usage_perc{{engine="0"}} {min(1.0, self.completions / 1000)}\nvllm:num_preemptions_total{{engine="0"}} 0.0\n'
+            text += f'vllm:cache_config_info{{kv_cache_size_tokens="{self.engine.kv_cache_tokens}"}} 1.0\n'
             writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
         elif path == "/v1/models":
             _write(writer, 200, {"data": [{"id": self.engine.name, "max_model_len": self.engine.max_model_len}]})

@@ -22,7 +22,7 @@ from gemq.errors import GemqError, IntegrityError, Interrupted, StoppedSafely, U
 from gemq.eval.endpoint import Endpoint
 from gemq.eval.honesty import Finding, audit
 from gemq.eval.load import Finished, drive
-from gemq.eval.memory import MemoryWatch
+from gemq.eval.memory import MemoryWatch, kv_cache_tokens
 from gemq.eval.scores import Spread, spread
 from gemq.eval.vllm_load import VllmClient, drives
 from gemq.eval.workloads import Load, Prompt, Workload
@@ -260,6 +260,20 @@ def require_fit(endpoint: Endpoint, load: Load, prompts: Sequence[Prompt]) -> No
                 "choose a smaller --scale, or serve with a longer window (MAX_MODEL_LEN)")  # fmt: skip
 
 
+def require_memory(endpoint: Endpoint, load: Load, prompts: Sequence[Prompt], held_tokens: int | None) -> None:
+    """Refuse a load of which not one request fits into the endpoint's KV cache of `held_tokens`; say where its requests don't fit together."""
+    sizes = sorted((len(prompt.tokens or ()) + load.output_tokens for prompt in prompts), reverse=True)
+    if held_tokens is None or not sizes:
+        return
+    if sizes[0] > held_tokens:
+        raise UsageError(f"{load.name} has a request of {sizes[0]} tokens, and the KV cache of {endpoint.name} holds {held_tokens}",
+                         "choose a smaller --scale, or serve with more memory for the KV cache")  # fmt: skip
+    together = sum(sizes[: load.in_flight])
+    if together > held_tokens:
+        output.warn(f"{load.name} has {load.in_flight} requests of {together} tokens in flight, and the KV cache of {endpoint.name} holds "
+                    f"{held_tokens}: some of them wait")  # fmt: skip
+
+
 def _run(endpoint: Endpoint, load: Load, prompts: Sequence[Prompt], journal: Journal, run: int, client: VllmClient | None = None) -> RunMeasure:
     done = journal.of(load.name, run)
     have = {answer.index for answer in done}
@@ -300,8 +314,10 @@ def run_bench(
     Publishing that directory is the caller's, so that it can add files. Raises StoppedSafely (75) with what was kept when the endpoint
     dies, UsageError, IntegrityError when an answer is not what was asked for.
     """
+    held_tokens = kv_cache_tokens(endpoint.base_url)
     for load in workload.loads:
         require_fit(endpoint, load, prompts[load.name])
+        require_memory(endpoint, load, prompts[load.name], held_tokens)
     clients = {load.name: client if drives(client_kind, load) else None for load in workload.loads}
     key = {"target": target, "model": endpoint.model, "workload": workload.model_dump(mode="json"), "runs": runs,
            "clients": {name: one.name if one else "gemq" for name, one in clients.items()},

@@ -59,6 +59,16 @@ def read_metrics(text: str) -> tuple[float | None, int | None, int | None]:
     return max(used, default=None), sum(told) or None, int(sum(stopped)) if stopped else None
 
 
+def kv_cache_tokens(base_url: str) -> int | None:
+    """How many tokens the KV cache of the endpoint at `base_url` holds; None where it doesn't tell."""
+    try:
+        answer = httpx.get(base_url.removesuffix("/v1") + "/metrics", timeout=10, trust_env=False)
+    except httpx.HTTPError:
+        return None
+    told = re.findall(r'^vllm:cache_config_info{[^}]*kv_cache_size_tokens="(\d+)"', answer.text, re.MULTILINE)
+    return sum(map(int, told)) or None
+
+
 def cap_of(peak_bytes: float) -> int:
     """The hard cap under which a solution that peaked at `peak_bytes` is served again."""
     return int(peak_bytes * CAP_SHARE) + CAP_ROOM_BYTES

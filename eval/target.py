@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 
 from gemq import output
 from gemq.config_file import read_config
-from gemq.errors import UsageError
+from gemq.errors import GemqError, Interrupted, StoppedSafely, UsageError
 from gemq.eval.endpoint import Endpoint, is_url
 
+DYING_SECONDS = 3.0  # a server that stopped answering may need as long to be gone
 VOCABULARY, BOS = 32_000, 2  # where nothing tells: few models know fewer tokens; Gemma's BOS
 
 
@@ -79,7 +81,18 @@ class Target:
         output.note(f"starting {self.name}")
         named = self.checkpoint if self.checkpoint not in (None, self.directory) else None
         with serving(self.directory, checkpoint=named, python=python, log=log, environment=environment, verify=verify) as server:
-            yield Endpoint.open(f"{server.url}#{server.model}"), server.pid
+            try:
+                yield Endpoint.open(f"{server.url}#{server.model}"), server.pid
+            except Interrupted:
+                raise
+            except StoppedSafely as stopped:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    server.process.wait(DYING_SECONDS)
+                try:
+                    server.require_alive()
+                except GemqError as ended:  # its log may know why: memory that ran out, say
+                    raise StoppedSafely(f"{stopped.message}; {ended.message}", ended.next_step) from stopped
+                raise
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -187,6 +187,20 @@ def test_a_runs_measure_by_hand() -> None:
 # a server that dies
 
 
+def test_a_load_that_does_not_fit_into_the_kv_cache(run: Run, tmp_path: Path) -> None:
+    class Small(Engine):
+        kv_cache_tokens = 100
+
+    with StubServer(Small()) as server:
+        large = run("bench", server.url, "--workload", workload_file(tmp_path / "large.yaml", input_tokens=89)).exception
+        assert isinstance(large, UsageError)
+        assert "a request of 101 tokens" in large.message
+        assert "holds 100" in large.message
+        waits = run("bench", server.url, "--workload", workload_file(tmp_path / "waits.yaml", input_tokens=40, in_flight=2), "--vocabulary", 500)
+    assert waits.exit_code == 0, waits.exception
+    assert "2 requests of 104 tokens in flight" in waits.stderr
+
+
 def test_a_server_that_dies_half_way(run: Run, tmp_path: Path) -> None:
     file = workload_file(tmp_path / "w.yaml", chat=True, warmups=0)
     engine = Recorder()

@@ -93,11 +93,12 @@ def test_efficient_gemma(run: Run, source: Path, records: Path, tmp_path: Path) 
 
 
 def test_it_goes_on_where_it_stopped(run: Run, source: Path, records: Path, tmp_path: Path) -> None:
-    mine, out = submission(tmp_path / "mine", source, "served_stub.py", DIES_AFTER="30"), tmp_path / "out"
+    mine, out = submission(tmp_path / "mine", source, "served_stub.py", RUNS_OUT_AFTER="30"), tmp_path / "out"
     arguments = [mine, *options(records, out)]
     stopped = run(*arguments)
     assert isinstance(stopped.exception, StoppedSafely), stopped.exception
     assert stopped.exception.exit_code == 75
+    assert "out of memory" in stopped.exception.message  # the log's reason, not only that it is gone
     kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out.partial").glob("0*.json")}
     assert "02-contract.json" in kept
     assert len(kept) < 6
@@ -105,7 +106,7 @@ def test_it_goes_on_where_it_stopped(run: Run, source: Path, records: Path, tmp_
     assert isinstance(other.exception, UsageError)
     assert "another rehearsal" in str(other.exception)
     manifest = json.loads((mine / "manifest.json").read_text())
-    del manifest["env"]["DIES_AFTER"]
+    del manifest["env"]["RUNS_OUT_AFTER"]
     (mine / "manifest.json").write_text(json.dumps(manifest))
     verdict_of(run(*arguments))
     assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept

@@ -19,6 +19,7 @@ import httpx
 import pytest
 from benchmarks.stub_server import Engine, StubServer
 from fake_vllm import GemqServe, alive, wait_until
+from test_vllm_packages import LARGEST_DIFFERENCE, TINY, wikitext_records
 
 from gemq.errors import GemqError, IntegrityError, StoppedSafely, UsageError
 from gemq.eval import endpoint as measured
@@ -92,11 +93,11 @@ def sealed(small_gemma4: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture(scope="module")
-def quantized(small_gemma4: Path, gemq: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in int4, with its PLE linears in int8: every packed format that a recipe writes."""
+def quantized(gemq: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small trained Gemma 4 in int4, with its PLE linears in int8: every packed format that a recipe writes."""
     folder = tmp_path_factory.mktemp("quantized")
     (folder / "recipe.yaml").write_text(RECIPE)
-    gemq("quantize", small_gemma4, "--recipe", folder / "recipe.yaml", "--eval-data", "none", "--output", folder / "gemma4-int4")
+    gemq("quantize", TINY, "--recipe", folder / "recipe.yaml", "--eval-data", "none", "--output", folder / "gemma4-int4")
     return folder / "gemma4-int4"
 
 
@@ -267,7 +268,9 @@ def test_gemq_serve_ends_when_the_engine_core_is_killed(served: Served) -> None:
     assert "ended by itself" in said or "died" in said
 
 
-def test_lowbarenas_package_serves_int4_and_ctrl_c_leaves_no_process(quantized: Path, vllm_python: Path, tmp_path: Path) -> None:
+def test_lowbarenas_package_serves_int4_and_ctrl_c_leaves_no_process(
+    quantized: Path, vllm_python: Path, shared_data: Path, tmp_path: Path
+) -> None:
     package = tmp_path / "package"
     (package / "engine").mkdir(parents=True)
     shutil.copy(room.ROOM / "launch.sh", package / "engine")
@@ -275,9 +278,10 @@ def test_lowbarenas_package_serves_int4_and_ctrl_c_leaves_no_process(quantized: 
     running = start(tmp_path / "run", package, "--checkpoint", quantized, vllm_python=vllm_python, environment={"GEMQ_PROFILE": "memory"})
     assert running.model == "small"
     assert [f"{point.name}: {point.seen}" for point in check(Endpoint(running.url, vocabulary=512)) if not point.kept] == []
-    records = records_of("ids", tmp_path / "records.jsonl")
-    local = evaluate_ppl(str(quantized), records, device="cpu", dtype="float32").ppl.value
-    assert evaluate_ppl(running.url, records).ppl.value == pytest.approx(local, rel=0.005)
+    data = tmp_path / "records.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in wikitext_records(TINY, shared_data)))
+    local = evaluate_ppl(str(quantized), data, device="cpu", dtype="float32").ppl.value
+    assert evaluate_ppl(running.url, data).ppl.value == pytest.approx(local, rel=LARGEST_DIFFERENCE)
     processes = running.processes()
     assert len(processes) >= 4  # watchdog, API server, engine core, worker
     assert running.command.end(signal.SIGINT) == 0, running.command.err.read_text()
