@@ -132,9 +132,11 @@ def source_point(axes: Axes, at: float, label: str, others: Sequence[float]) -> 
     """The source as a star at 0%, or in words at the edge where it is so far off that it would press the other points together."""
     spread = max(others) - min(others)
     if spread > 0 and at - max(others) > spread:
-        axes.annotate(f"{label}: 0% at {number(at)} MB →", (1, 0), xycoords=("axes fraction", "data"), xytext=(-3, 4), textcoords="offset points",
-                      ha="right", fontsize=8)
+        axes.annotate(f"{label}: 0% at {number(at)} MB →", (1, 0), xycoords=("axes fraction", "data"), xytext=(-3, -4),
+                      textcoords="offset points", ha="right", va="top", fontsize=8)
         axes.axhline(0, color=INK, linewidth=0.8)
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, -0.08 * high), high)
     else:
         axes.plot(at, 0, marker="*", markersize=13, color=INK, linestyle="none", label=label)
 

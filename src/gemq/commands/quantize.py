@@ -176,8 +176,8 @@ def _search(job: Job, budget: Budget, candidates: tuple[str, ...], objective: st
     won = run_search(job, budget, candidates, objective, state, builds, data, head=head)  # type: ignore[arg-type]
     output.table(
         f"within {budget.show(budget.nats)}", ("", "bits a weight", "a token reads", "predicted KL", "measured", "95% bound", "mix"),
-        [("chosen" if trial is won.trial else "", f"{trial.bits_per_decoder_weight:.2f}", output.human_bytes(trial.bytes_per_token), f"{trial.predicted:.4f}",
-          *map(budget.show, trial.judged.of_budget(budget)), trial.described) for trial in won.trials],
+        [("chosen" if trial is won.trial else "", f"{trial.bits_per_decoder_weight:.2f}", output.human_bytes(trial.bytes_per_token),
+          f"{trial.predicted:.4f}", *map(budget.show, trial.judged.of_budget(budget)), trial.described) for trial in won.trials],
     )  # fmt: skip
     search = won.manifest["search"]
     lines = [f"{won.directory}: {won.trial.bits_per_decoder_weight:.2f} bits a decoder weight, bound {budget.show(won.trial.upper(budget))} "
