@@ -33,7 +33,7 @@ ENGINES: dict[str, tuple[str, bool, dict[str, str], str]] = {
     "machete": ("w4", False, {}, "speed"),
     "plugin": ("w4", True, MARLIN, "speed"),
     "plugin-machete": ("w4", True, {}, "speed"),
-    "plugin-early": ("w4", True, {**MARLIN, "GEMQ_INT4_EARLY": "1"}, "speed"),
+    "plugin-plain": ("w4", True, {**MARLIN, "GEMQ_INT4_TENSOR": "0"}, "speed"),
     "plugin-own": ("w4", True, {"GEMQ_INT4_LARGE": "own"}, "speed"),
     "plugin-eager": ("w4", True, MARLIN, "eager"),
     "marlin-kl": ("w4", False, MARLIN, "kl"),
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--e4b", type=Path, required=True, help="folder with e4b.json and a tokenizer")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=540)
-    parser.add_argument("--engines", default="marlin,machete,plugin,plugin-early,plugin-own,plugin-eager,marlin-kl,plugin-kl,bf16-kl")
+    parser.add_argument("--engines", default="marlin,machete,plugin,plugin-plain,plugin-own,plugin-eager,marlin-kl,plugin-kl,bf16-kl")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

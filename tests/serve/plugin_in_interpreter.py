@@ -3,12 +3,13 @@ when it is imported whether it interprets, and other libraries import it too."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
 import torch
-from gemq_int4.launch import Cut, expanded, matvec, product
-from gemq_int4.layout import Layout, arrange
+from gemq_int4.launch import Cut, expanded, matvec, product, tensor_expanded
+from gemq_int4.layout import Layout, arrange, tile
 
 
 def outputs(case: dict[str, Any]) -> list[torch.Tensor]:
@@ -20,7 +21,12 @@ def outputs(case: dict[str, Any]) -> list[torch.Tensor]:
         if case["how"] == "matvec":
             found.append(matvec(x, words, scales, case["bias"], layout, Cut(*cut), torch.float32))
         elif case["how"] == "product":
-            found.append(product(x, words, scales, case["bias"], layout, Cut(*cut)))
+            few = functools.partial(matvec, words=words, scales=scales, bias=case["bias"], layout=layout, cut=Cut(*cut))
+            whole = expanded(words, scales, layout)
+            found.append(product(x, case["bias"], words.shape[0], few, whole.__getitem__))
+        elif case["how"] == "tiled":
+            own = case["scales"].reshape(-1) if layout.group == -1 else case["scales"]
+            found.append(tensor_expanded(tile(case["packed"]), own, layout.k, layout.group))
         else:
             found.append(expanded(words, scales, layout))
     return found

@@ -32,6 +32,7 @@ E4B = [(2560, 128, 4), (2560, 32, 8), (2560, 64, 8), (2560, -1, 8), (2048, 128, 
 ODD = [(4, 544, 32), (4, 96, 32), (8, 256, 128), (8, 512, 32), (8, 288, 32), (8, 96, -1), (4, 32, -1)]
 EXTREMES = [(1e-30, 1e-28, 1.0), (1e20, 1e22, 1.0), (1e-3, 1e-2, 1e30), (1e-8, 1e8, 1.0)]
 LARGE = [(4, 128), (4, -1), (8, 32)]
+TILED = [(256, 128), (256, 32), (96, -1)]
 ROWS: Cutting = (1, 1, 1, 1)
 
 
@@ -64,6 +65,8 @@ def cases() -> dict[str, dict[str, Any]]:
     for bits, group in LARGE:
         found[f"large {bits} {group}"] = case(3, 256, bits, group, [(33, ROWS)], how="product")
         found[f"weights {bits} {group}"] = case(3, 256, bits, group, [(1, ROWS)], how="expanded")
+    for k, group in TILED:
+        found[f"tiled {k} {group}"] = case(8, k, 4, group, [(1, ROWS)], how="tiled")
     return found
 
 
@@ -118,6 +121,12 @@ def test_large_batches_need_no_second_copy(ran: Ran, bits: int, group: int) -> N
     assert relative(found[0], one["dense"]) < 8e-3
 
 
+@pytest.mark.parametrize(("k", "group"), TILED)
+def test_the_tensor_cores_tiles_hold_the_weights(ran: Ran, k: int, group: int) -> None:
+    found, one = ran[f"tiled {k} {group}"]
+    assert relative(found[0], one["dense"]) < 8e-3
+
+
 @pytest.mark.parametrize(("bits", "k", "group"), [(4, 2560, 128), (4, 256, 32), (4, 544, 32), (8, 256, 128), (8, 288, 32), (4, 96, -1)])
 def test_what_is_laid_out_can_be_restored(bits: int, k: int, group: int) -> None:
     one, how = case(3, k, bits, group, []), layout.Layout(bits, k, group)
@@ -144,6 +153,9 @@ def test_every_shape_has_a_cut_that_keeps_the_order_of_sums(n: int, k: int) -> N
     how = layout.Layout(4, k, -1)
     chooser = cuts.Chooser("a card of no table")
     made = [chooser.cut(how, n, m) for m in range(1, 9)]
+    tensor, chunks = chooser.tensor_cut(n, k, -1), -(-k // 128)
+    assert tensor.eights % 2 == 0
+    assert -(-chunks // tensor.warps) % tensor.chunks == 0
     assert all(cut.fits(how) for cut in made)
     assert len({cut.blocks for cut in made}) == 1
 
@@ -153,17 +165,19 @@ def test_tuned_cuts_keep_the_order_of_sums() -> None:
     assert files
     for path in files:
         document = json.loads(path.read_text())
-        table = cuts.tuned(document["card"])
-        assert len(table) >= len(document["cuts"])
+        table, tensors = cuts.tuned(document["card"])
+        assert len(table) >= len(document.get("cuts", {}))
+        assert len(tensors) >= len(document.get("tensor", {}))
+        assert table or tensors
         for (bits, _, k, group), by_rows in table.items():
             assert set(by_rows) == {1, 2, 4, 8}
             assert len({cut.blocks for cut in by_rows.values()}) == 1
             assert all(isinstance(cut, Cut) and cut.fits(layout.Layout(bits, k, group)) for cut in by_rows.values())
 
 
-@pytest.mark.parametrize(("name", "value"), [("GEMQ_INT4", "yes"), ("GEMQ_INT4_LARGE", "both"), ("GEMQ_INT4_EARLY", "2"), ("GEMQ_INT4_TUNE", "soon"),
+@pytest.mark.parametrize(("name", "value"), [("GEMQ_INT4", "yes"), ("GEMQ_INT4_LARGE", "both"), ("GEMQ_INT4_TENSOR", "2"), ("GEMQ_INT4_TUNE", "soon"),
                                              ("GEMQ_INT4_TUNE", "-1"), ("GEMQ_INT4_TUNE", "nan"), ("GEMQ_INT4_TUNE", "9999")])
 def test_a_setting_that_makes_no_sense_is_named(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=name):
         settings.read({name: value})
-    assert settings.read({}) == settings.Settings(True, "stock", 0.0, False)
+    assert settings.read({}) == settings.Settings(True, "stock", 0.0, True)

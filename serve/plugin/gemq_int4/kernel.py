@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as tl_cuda
 
 
 @triton.jit
@@ -68,13 +67,11 @@ def _dot8(q, x, t, F):
 
 @triton.jit
 def gemv(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, K: tl.constexpr, BITS: tl.constexpr, GC: tl.constexpr, LANES: tl.constexpr,
-         MP: tl.constexpr, R: tl.constexpr, U: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, WARPS: tl.constexpr,
-         EARLY: tl.constexpr):  # fmt: skip
+         MP: tl.constexpr, R: tl.constexpr, U: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
     """y [M, N] (bf16; float32 shows the sum unrounded) from x [M, K / 2] int32 (pairs of bf16), w and s as `layout.arrange` makes them, M <= MP.
 
-    A block is LANES x 4 words of a row; GC: groups in a block's quarter, 0 where a
-    row has one scale. U blocks are read at once, R rows a thread. EARLY: the launch before this one may still be running (programmatic
-    dependent launch): weights are called into the cache, then its end is waited for.
+    A block is LANES x 4 words of a row; GC: groups in a block's quarter, 0 where a row has one scale. U blocks are read at once, R rows a
+    thread.
     """
     PER: tl.constexpr = 32 // BITS  # weights in a word
     QUARTER: tl.constexpr = LANES * PER
@@ -88,13 +85,6 @@ def gemv(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, K: tl.constexpr, BITS: tl.cons
     n = tl.where(row < N, row, 0)
     lane = tl.arange(0, UL)
     four = tl.arange(0, 4)
-    if EARLY:
-        tl_cuda.gdc_launch_dependents()
-        # one line of 128 bytes a thread and row of the thread's: the first 32 WARPS / BP of each row
-        line = tl.arange(0, UL)
-        at = w_ptr + n[None, :, :] * (BLOCKS * LANES * 4) + (tl.minimum(line, (BLOCKS * LANES - 1) // 8) * 32)[:, None, None]
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
-        tl_cuda.gdc_wait()
     # The magic floats plus a zero that the compiler can't know to be one: two constants in `(q & mask) | magic` would make two instructions of
     # it, a constant and a register make one. Added, not or'ed: an or would be taken apart again.
     zero = ((tl.program_id(0) + lane) >> 30)[:, None, None]

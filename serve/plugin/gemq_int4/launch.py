@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ import triton
 
 from gemq_int4.kernel import expand, gemv
 from gemq_int4.layout import Layout
+from gemq_int4.tensor import expand_tile, gemv_tensor
 
 ROWS = 8  # the most rows of x that the matrix-vector kernel takes
 _EXPANDED_BYTES = 256 << 20  # of weights in bf16 at a time
@@ -38,19 +40,43 @@ def padded_rows(m: int) -> int:
 
 
 def matvec(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, layout: Layout, cut: Cut,
-           dtype: torch.dtype = torch.bfloat16, early: bool = False) -> torch.Tensor:  # fmt: skip
-    """y [M, N] = x [M, K] bf16 times the matrix that `layout.arrange` laid out, M from 1 to 8, summed in float32.
-
-    early: start before the launch before it has ended (compute capability 90 and up).
-    """
+           dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:  # fmt: skip
+    """y [M, N] = x [M, K] bf16 times the matrix that `layout.arrange` laid out, M from 1 to 8, summed in float32."""
     m, n = x.shape[0], words.shape[0]
     y = torch.empty((m, n), dtype=dtype, device=x.device)
     pairs = x.contiguous().view(torch.int32)
     grid = (triton.cdiv(n, cut.program_rows(layout)),)
-    options = {"num_warps": cut.warps, **({"launch_pdl": True} if early else {})}
     gemv[grid](pairs, words, scales, scales if bias is None else bias, y, n, m, layout.k, layout.bits, layout.groups, layout.lanes,
-               padded_rows(m), cut.rows, cut.blocks, cut.stages, bias is not None, cut.warps, early, **options)  # fmt: skip
+               padded_rows(m), cut.rows, cut.blocks, cut.stages, bias is not None, cut.warps, num_warps=cut.warps)  # fmt: skip
     return y
+
+
+@dataclass(frozen=True)
+class TensorCut:
+    """How the tensor cores' kernel cuts its work: `warps` share K, `eights` of rows of W a program (even), `chunks` of K on their way at once."""
+
+    warps: int
+    eights: int
+    chunks: int
+
+
+def tensor_matvec(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, k: int, group: int, cut: TensorCut,
+                  dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:  # fmt: skip
+    """y [M, N] = x [M, K] bf16 times the int4 matrix that `layout.tile` laid out, scales [N, K / group] or [N], M from 1 to 8."""
+    m, n = x.shape[0], words.shape[0] * 8
+    y = torch.empty((m, n), dtype=dtype, device=x.device)
+    pairs = x.contiguous().view(torch.int32)
+    groups, grid = 0 if group == -1 else 128 // group, (triton.cdiv(n, 8 * cut.eights),)
+    gemv_tensor[grid](pairs, words, scales, scales if bias is None else bias, y, n, m, k, groups, cut.warps, cut.eights, cut.chunks,
+                      bias is not None, num_warps=cut.warps)  # fmt: skip
+    return y
+
+
+def tensor_expanded(words: torch.Tensor, scales: torch.Tensor, k: int, group: int) -> torch.Tensor:
+    """The weights [N, K] bf16 of a tiled matrix."""
+    out = torch.empty((words.shape[0] * 8, k), dtype=torch.bfloat16, device=words.device)
+    expand_tile[(out.shape[0],)](words, scales, out, k, 0 if group == -1 else 128 // group, num_warps=4)
+    return out
 
 
 def expanded(words: torch.Tensor, scales: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -60,13 +86,17 @@ def expanded(words: torch.Tensor, scales: torch.Tensor, layout: Layout) -> torch
     return out
 
 
-def product(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, layout: Layout, cut: Cut) -> torch.Tensor:
-    """y [M, N] bf16 for any M without another copy of the weights: by eights, or weights written out in bf16 for the library's product."""
+def product(x: torch.Tensor, bias: torch.Tensor | None, rows: int, few: Callable[[torch.Tensor], torch.Tensor],
+            written_out: Callable[[slice], torch.Tensor]) -> torch.Tensor:  # fmt: skip
+    """y [M, N] bf16 for any M without another copy of the weights: by eights (`few`), or with weights written out in bf16 for the library.
+
+    rows: N; `written_out(part)` gives a part of the weights [rows, K] without a bias, `few` multiplies and adds the bias.
+    """
     if x.shape[0] <= _CHUNKED_ROWS:
-        return torch.cat([matvec(part, words, scales, bias, layout, cut) for part in x.split(ROWS)])
-    y = torch.empty((x.shape[0], words.shape[0]), dtype=torch.bfloat16, device=x.device)
-    step = max(1, _EXPANDED_BYTES // (2 * layout.k))
-    for first in range(0, words.shape[0], step):
-        weights = expanded(words[first : first + step], scales[first : first + step], layout)
-        y[:, first : first + step] = torch.nn.functional.linear(x, weights, None if bias is None else bias[first : first + step])
+        return torch.cat([few(part) for part in x.split(ROWS)])
+    y = torch.empty((x.shape[0], rows), dtype=torch.bfloat16, device=x.device)
+    step = max(8, _EXPANDED_BYTES // (2 * x.shape[1]) // 8 * 8)
+    for first in range(0, rows, step):
+        part = slice(first, min(rows, first + step))
+        y[:, part] = torch.nn.functional.linear(x, written_out(part), None if bias is None else bias[part])
     return y

@@ -80,6 +80,26 @@ def arrange(packed: torch.Tensor, scales: torch.Tensor, layout: Layout) -> tuple
     return sorted_words, scales.reshape(rows, layout.blocks, 4, layout.groups).transpose(2, 3).contiguous()
 
 
+def can_tile(bits: int, n: int, k: int, group: int) -> bool:
+    """Whether the tensor cores' kernel takes a matrix: int4, and chunks of 128 of K that hold whole groups."""
+    return bits == 4 and n % 8 == 0 and k % 32 == 0 and (group in (-1, 32, 64, 128) and (group == -1 or k % 128 == 0))
+
+
+def tile(packed: torch.Tensor) -> torch.Tensor:
+    """Words [N / 8, chunks, 8, 4, 4] from compressed-tensors' [N, K / 8], for the tensor cores' kernel: [rows by eight, chunk of 128 of K, row,
+    thread, word]. Thread t of four holds words t, 4 + t, 8 + t, 12 + t of a chunk, and nibble i of a word becomes that of k = 2 i, nibble
+    4 + i that of k = 2 i + 1: neighbours in K make a pair in the low and the high half.
+    """
+    rows, words = packed.shape
+    if words % 16:  # x is read as 0 there
+        packed = torch.nn.functional.pad(packed, (0, 16 - words % 16))
+    paired = torch.zeros_like(packed)
+    for i in range(4):
+        paired |= ((packed >> (8 * i)) & 15) << (4 * i)
+        paired |= ((packed >> (8 * i + 4)) & 15) << (16 + 4 * i)
+    return paired.view(rows // 8, 8, -1, 4, 4).permute(0, 2, 1, 4, 3).contiguous()
+
+
 def restore(words: torch.Tensor, scales: torch.Tensor, layout: Layout) -> torch.Tensor:
     """The weights [N, K] that `arrange`d tensors stand for, in the scales' type: (q - offset) * scale."""
     rows = words.shape[0]

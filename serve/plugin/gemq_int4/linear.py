@@ -14,7 +14,7 @@ from vllm.scalar_type import scalar_types
 from gemq_int4 import layout as layouts
 from gemq_int4 import settings
 from gemq_int4.cuts import Chooser
-from gemq_int4.launch import ROWS, matvec, product
+from gemq_int4.launch import ROWS, TensorCut, expanded, matvec, product, tensor_expanded, tensor_matvec
 from gemq_int4.layout import Layout
 
 logger = init_logger("vllm.gemq_int4")  # under vLLM's own logger, whose lines are shown
@@ -25,16 +25,14 @@ CAPABILITIES = (80, 103)  # Ampere to data-centre Blackwell
 # that all layers of a shape share one compiled graph.
 _LARGE: dict[int, Callable[[torch.Tensor, bool], torch.Tensor]] = {}
 _chooser: Chooser | None = None
-_early = False
+_tensor: bool | None = None
 _said: set[str] = set()
 
 
 def chooser() -> Chooser:
     """This process's cuts."""
-    global _chooser, _early
+    global _chooser
     if _chooser is None:
-        capability = current_platform.get_device_capability()
-        _early = settings.read().early and capability is not None and capability.to_int() >= 90
         _chooser = Chooser(torch.cuda.get_device_name(), settings.read().tune)
     return _chooser
 
@@ -45,20 +43,62 @@ def _once(line: str) -> None:
         logger.info("gemq_int4: %s", line)
 
 
+def tensor_holds(device: torch.device) -> bool:
+    """Whether the tensor cores' kernel gives what it must on this card with this Triton, told once by a small product.
+
+    Triton doesn't promise the layout that the kernel is written for (see tensor.py).
+    """
+    global _tensor
+    if _tensor is None:
+        why = "GEMQ_INT4_TENSOR is 0" if not settings.read().tensor else why_tensor_fails(device)
+        _tensor = why is None
+        if why is not None:
+            _once(f"int4 without the tensor cores' kernel: {why}")
+    return _tensor
+
+
+def why_tensor_fails(device: torch.device) -> str | None:
+    """What is wrong with the tensor cores' kernel here; None if nothing is."""
+    draw = torch.Generator().manual_seed(0)
+    packed = torch.randint(-(2**31), 2**31 - 1, (32, 64), dtype=torch.int32, generator=draw)
+    scales, x = torch.rand((32, 4), generator=draw).to(torch.bfloat16), torch.randn((8, 512), generator=draw).to(torch.bfloat16)
+    plain = Layout(4, 512, 128)
+    expected = x.double() @ layouts.restore(*layouts.arrange(packed, scales.double(), plain), plain).T
+    words = layouts.tile(packed).to(device)
+    for cut in (TensorCut(1, 2, 1), TensorCut(4, 4, 1), TensorCut(2, 2, 2)):
+        try:
+            found = tensor_matvec(x.to(device), words, scales.to(device), None, 512, 128, cut, torch.float32)
+        except Exception as error:  # a Triton that can't compile it
+            return f"{type(error).__name__}: {str(error)[:200]}"
+        apart = float((found.cpu().double() - expected).norm() / expected.norm())
+        if not apart < 1e-4:
+            return f"its product is {apart:.2g} off"
+    return None
+
+
+def _few(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, layout: Layout) -> torch.Tensor:
+    """Up to eight rows."""
+    if words.dim() == 5:
+        cut = chooser().tensor_cut(words.shape[0] * 8, layout.k, layout.group)
+        return tensor_matvec(x, words, scales, bias, layout.k, layout.group, cut)
+    return matvec(x, words, scales, bias, layout, chooser().cut(layout, words.shape[0], x.shape[0]))
+
+
+def _outputs(words: torch.Tensor) -> int:
+    return words.shape[0] * 8 if words.dim() == 5 else words.shape[0]
+
+
 def _linear(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, bits: int, k: int, group: int) -> torch.Tensor:
-    flat, shape = x.reshape(-1, k), (*x.shape[:-1], words.shape[0])
+    flat, shape = x.reshape(-1, k), (*x.shape[:-1], _outputs(words))
     if flat.shape[0] == 0:
         return x.new_empty(shape)
     if flat.shape[0] <= ROWS:
-        layout = Layout(bits, k, group)
-        y = matvec(flat, words, scales, bias, layout, chooser().cut(layout, words.shape[0], flat.shape[0]), early=_early)
-    else:
-        y = _LARGE[words.data_ptr()](flat, bias is not None)
-    return y.reshape(shape)
+        return _few(flat, words, scales, bias, Layout(bits, k, group)).reshape(shape)
+    return _LARGE[words.data_ptr()](flat, bias is not None).reshape(shape)
 
 
 def _fake(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, bits: int, k: int, group: int) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], words.shape[0]))
+    return x.new_empty((*x.shape[:-1], _outputs(words)))
 
 
 _library = torch.library.Library("gemq_int4", "FRAGMENT")
@@ -122,7 +162,13 @@ class GemqInt4LinearKernel(MPLinearKernel):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         packed, stored_scales = getattr(layer, self.w_q_name), getattr(layer, self.w_s_name)
-        words, scales = layouts.arrange(packed.data, stored_scales.data, self.layout)
+        how = self.layout
+        if layouts.can_tile(how.bits, packed.shape[0], how.k, how.group) and tensor_holds(packed.device):
+            words, scales = layouts.tile(packed.data), stored_scales.data.clone()
+            scales = scales.reshape(-1) if how.group == -1 else scales
+            chooser().search(words, scales, how.k, how.group)
+        else:
+            words, scales = layouts.arrange(packed.data, stored_scales.data, how)
         bias = getattr(layer, "bias", None)
         # the stock kernel may permute the bias where it lies
         plain_bias = bias.data.clone() if isinstance(bias, torch.Tensor) else None
@@ -134,19 +180,23 @@ class GemqInt4LinearKernel(MPLinearKernel):
         layer.gemq_words = torch.nn.Parameter(words, requires_grad=False)
         layer.gemq_scales = torch.nn.Parameter(scales, requires_grad=False)
         layer.gemq_bias = None if plain_bias is None else torch.nn.Parameter(plain_bias, requires_grad=False)
-        chooser().search(words, scales, self.layout)
         _LARGE[words.data_ptr()] = self._larger(layer)
 
     def _larger(self, layer: torch.nn.Module) -> Callable[[torch.Tensor, bool], torch.Tensor]:
         stock = self.stock
         if stock is not None:
             return lambda x, biased: stock.apply_weights(layer, x, layer.bias if biased else None)
-        layout = self.layout
+        layout, words, scales = self.layout, layer.gemq_words, layer.gemq_scales
+
+        def written_out(part: slice) -> torch.Tensor:
+            if words.dim() == 5:
+                own_scales = scales[part]
+                return tensor_expanded(words[part.start // 8 : part.stop // 8], own_scales, layout.k, layout.group)
+            return expanded(words[part], scales[part], layout)
 
         def own(x: torch.Tensor, biased: bool) -> torch.Tensor:
-            words = layer.gemq_words
-            cut = chooser().cut(layout, words.shape[0], ROWS)
-            return product(x, words, layer.gemq_scales, layer.gemq_bias if biased else None, layout, cut)
+            bias = layer.gemq_bias if biased else None
+            return product(x, bias, _outputs(words), lambda part: _few(part, words, scales, bias, layout), written_out)
 
         return own
 
