@@ -185,9 +185,8 @@ def search(job: Search, journal: Journal, servers: Servers, told: Callable[[Tria
             found.seconds = journal.spent - began
             journal.add({"trial": found.to_json()})
         kept, why = test.verdict(found)
-        if switch != AGAIN[0]:
-            outcome.trials.append((found, kept, why))
-            told(found, kept, why)
+        outcome.trials.append((found, kept, why))
+        told(found, kept, why)
         return found
 
     again = _baseline(job, journal, servers, outcome, told)
@@ -201,6 +200,8 @@ def search(job: Search, journal: Journal, servers: Servers, told: Callable[[Tria
     for values in job.offered:
         reachable, refused = behind(values, job.engine, job.task, taken) if values[0].switch == "kernel" else (list(values), [])
         outcome.left_out += refused
+        for each in refused:  # it may have been started ahead
+            servers.drop({each.switch: each.value})
         fresh = [{**incumbent, value.switch: value.label} for value in reachable]
         if journal.spent < job.budget_seconds:
             servers.ahead([incumbent, *[each for each in fresh if journal.find(each, incumbent, values[0].switch) is None]])

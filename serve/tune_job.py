@@ -267,7 +267,7 @@ def journal_key(prepared: Prepared, options: Options) -> dict[str, Any]:
     return {"target": str(options.target), "seal": plan.made_for.checkpoint, "engine": plan.engine.key(), "profile": plan.base,
             "loads": [load.model_dump(mode="json") for load in question.loads], "room": prepared.room, "pairs": question.pairs,
             "prompts": [prompt.sha256 for some in question.prompts.values() for prompt in some],
-            "greedy": [question.greedy_tokens, *(prompt.sha256 for prompt in question.greedy)],
+            "window": len(question.scored), "greedy": [question.greedy_tokens, *(prompt.sha256 for prompt in question.greedy)],
             "drafter": None if plan.drafter is None else str(plan.drafter), "extra": os.environ.get("GEMQ_EXTRA_ARGS", "")}  # fmt: skip
 
 
