@@ -63,15 +63,18 @@ class Weights:
         self.at = self.at_scales = 0
 
     def take(self, n: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (n, layout.blocks, layout.lanes, 4)
-        size, count = n * layout.blocks * layout.lanes * 4, n * layout.blocks * 4 * layout.groups if layout.groups else n
+        words, scales = self.raw(n * layout.blocks * layout.lanes * 4, n * layout.blocks * 4 * layout.groups if layout.groups else n)
+        return words.view(n, layout.blocks, layout.lanes, 4), scales.view((n, layout.blocks, layout.groups, 4) if layout.groups else (n,))
+
+    def raw(self, size: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """That many words and scales, from where the last ones ended."""
         if self.at + size > self.words.numel():
             self.at = 0
         if self.at_scales + count > self.scales.numel():
             self.at_scales = 0
         words, scales = self.words[self.at : self.at + size], self.scales[self.at_scales : self.at_scales + count]
         self.at, self.at_scales = self.at + -(-size // 64) * 64, self.at_scales + -(-count // 64) * 64
-        return words.view(shape), scales.view((n, layout.blocks, layout.groups, 4) if layout.groups else (n,))
+        return words, scales
 
 
 def graph_us(calls: list[Callable[[], Any]], repeats: int = 3) -> float:
@@ -288,8 +291,8 @@ def tensor_cuts(k: int) -> Iterator[TensorCut]:
 
 
 def take_tiles(weights: Weights, n: int, k: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    words, scales = weights.take(n, Layout(4, k, group))
     chunks = -(-k // 128)
+    words, scales = weights.raw(n * chunks * 16, n if group == -1 else n * k // group)
     return words.view(n // 8, chunks, 8, 4, 4), scales.view(n) if group == -1 else scales.view(n, -1)
 
 
@@ -383,7 +386,7 @@ def marlin_step(m: int) -> dict[str, float]:
     empty, workspace, calls = torch.empty(0, dtype=torch.int32, device=device), marlin_make_workspace_new(device), []
     weights = Weights(sum(n * k // 8 for _, n, k in step_shapes()) + (1 << 20))
     for name, n, k in step_shapes():
-        words = weights.take(n, Layout(4, k, -1))[0].view(k // 16, n * 2)
+        words = weights.raw(n * k // 8, 1)[0].view(k // 16, n * 2)
         groups = 1 if group_of(name) == -1 else k // 128
         scales = torch.rand(groups, n, device=device).to(torch.bfloat16)
         x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
