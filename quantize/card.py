@@ -185,7 +185,15 @@ def _opening(manifest: dict[str, Any], recipe: dict[str, Any]) -> str:
     base = f"[{source['model']}](https://huggingface.co/{source['model']}) at commit `{source['revision']}`" if source["revision"] else (
         f"`{source['model']}`")  # fmt: skip
     return (f"{base}, its text decoder quantized by gemq {manifest['versions']['gemq']} with the recipe `{manifest['recipe']}`: "
-            f"{recipe['summary'].rstrip('.')}. Every tensor that was not quantized is the source's, byte for byte.")  # fmt: skip
+            f"{recipe['summary'].rstrip('.')}. Every tensor that was not quantized is the source's, byte for byte"
+            f"{_but_norms(manifest)}.")  # fmt: skip
+
+
+def _but_norms(manifest: dict[str, Any]) -> str:
+    """Of a smoothed checkpoint, which tensors the sentence before doesn't hold for."""
+    smoothed = manifest.get("smoothed_tensors") or []
+    norms = sum(name.endswith("norm.weight") for name in smoothed)
+    return f", but for {norms} norms that take scales of the weights behind them, which leaves the function as it was" if norms else ""
 
 
 def _sizes(manifest: dict[str, Any]) -> list[str]:
@@ -225,6 +233,9 @@ def _making(manifest: dict[str, Any], recipe: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {number}" for name, number in sorted(manifest["versions"].items()))
     dropped = len(manifest.get("dropped_tensors") or [])
     left_out = [f"{dropped} tensors that no forward reads were left out; `gemq.json` lists them.", ""] if dropped else []
+    smoothed = manifest.get("smoothed_tensors") or []
+    if smoothed:
+        left_out += [f"{len(smoothed)} norms and up projections were smoothed; `gemq.json` lists them, with each unit's alpha and losses.", ""]
     threads = f" with {manifest['threads']} thread{'s' if manifest['threads'] > 1 else ''}" if manifest["threads"] else ""
     return ["## How it was made", "", "| scheme | solver | units (what is fused for serving is one) |", "|---|---|---|", *table, "", how, "",
             *left_out, f"Seed {manifest['seed']}, on {manifest['device']}{threads}, by {versions}. `recipe.yaml` is the whole recipe, "

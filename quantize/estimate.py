@@ -28,19 +28,19 @@ class Estimate:
 def estimate(plan: Plan, tokens: int, device: str) -> Estimate:
     """The cost of `plan` with `tokens` calibration tokens."""
     text = plan.skeleton.text
-    gptq = [unit for unit in plan.units if unit.method == "gptq"]
+    calibrated = [unit for unit in plan.units if plan.reads_inputs(unit)]
     layers: dict[int | None, int] = {}
     for matrix in plan.skeleton.matrices:
         if matrix.module != "lm_head":
             layers[matrix.layer] = layers.get(matrix.layer, 0) + matrix.numel
     seconds = (plan.source_bytes() + plan.checkpoint_bytes()) / 1e9
-    if not gptq:
+    if not calibrated:
         return Estimate(_PROCESS_BYTES + 5 * 4 * (1 << 24), seconds + sum(unit.numel for unit in plan.units) / 1e8)
     forward = 2 * sum(layers.values()) * tokens
-    hessians = sum(unit.in_features**2 for unit in gptq) * tokens
-    solves = sum(unit.numel * unit.in_features + 2 * unit.in_features**3 for unit in gptq)
+    hessians = sum(unit.in_features**2 for unit in calibrated) * tokens
+    solves = sum(unit.numel * unit.in_features + 2 * unit.in_features**3 for unit in calibrated if unit.method == "gptq")
     seconds += (forward + hessians + 2 * solves) / _matmul_rate(device) + sum(unit.numel for unit in plan.units if unit.is_table) / 1e8
-    widest = max(unit.in_features for unit in gptq)
+    widest = max(unit.in_features for unit in calibrated)
     live = tokens * 4 * (2 * text.hidden_size + widest)
     per_layer_inputs = tokens * 4 * text.num_hidden_layers * (getattr(text, "hidden_size_per_layer_input", 0) or 0)
     solve_bytes = widest**2 * (4 * 3 + 8 * 2)

@@ -328,7 +328,8 @@ class _Run:
             (matrix,) = (matrix for matrix in unit.matrices if matrix.module == module)
             (whole,) = stored_matrices(self.plan.skeleton, matrix)
             self._write(whole, 0, stored, scales, unit)
-            layer.get_submodule(module.removeprefix(prefix)).weight.data.copy_(restore(stored, scales, unit.scheme.weights))
+            linear: Any = layer.get_submodule(module.removeprefix(prefix))
+            linear.weight.data.copy_(restore(stored, scales, unit.scheme.weights))
         atomic.write_point(f"tuned:layer {index}")
 
     def _pieces(self, unit: Unit) -> Iterator[tuple[Matrix, Stored, int, Request]]:

@@ -8,6 +8,8 @@ column by column here, since a group is nearly blind to one column of it.
 
 A column's gain is <w, d> / <w, w>, w the source's column times its scale, d the stored one: near 1, whatever the solver, since the errors
 of a column's weights have no reason to follow them. Columns that are small beside the steps of their groups say nothing and are not asked.
+On three layers of Gemma 3 270M in int4 g128, smoothed and solved by GPTQ: 0.76 (a column that is clipped) to 1.08; rows of up_proj, 0.89
+to 1.04. So a norm's channel that was changed alone is found from about a factor of 1.7 up or down; the seal finds the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from gemq.quantize.stored import Floats, decode, integers_of, read, scales_of, z
 
 LARGEST_SCALE = 32.0  # of a norm's channel: twice what is searched, for what rounding its weight may add
 LARGEST_POWER = 4
-LEAST_GAIN, LARGEST_GAIN = 0.7, 1.3
+LARGEST_DEVIATION = {4: 0.4, 8: 0.1}  # of a column's gain from 1, by bits
 _LEAST_ENERGY = 6.0  # of a column, in squares of its steps over 12: below, gains are those of rounding to nothing
 _PRODUCER = re.compile(r"(?P<layer>(?:.*\.)?layers\.\d+)\.(?P<path>input_layernorm|pre_feedforward_layernorm|mlp\.up_proj)\.weight$")
 _CONSUMERS = {
@@ -171,7 +173,7 @@ def column_gains(unit: Unit, original: Tensor, columns: Floats, rows: Floats | N
 def column_problem(unit: Unit, original: Tensor, columns: Floats, rows: Floats | None) -> str:
     """Which column of a smoothed unit does not bear its scale, or nothing."""
     gains, energy = column_gains(unit, original, columns, rows)
-    off = (energy >= _LEAST_ENERGY) & ((gains < LEAST_GAIN) | (gains > LARGEST_GAIN))
+    off = (energy >= _LEAST_ENERGY) & (np.abs(gains - 1) > LARGEST_DEVIATION.get(unit.scheme.num_bits, 0.4))
     if not off.any():
         return ""
     column = int(off.argmax())
