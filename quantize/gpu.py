@@ -83,6 +83,14 @@ def walks_source(plan: Plan) -> bool:
     return bool(plan.recipe.gptq.asymmetric or getattr(plan.recipe, "tuning", None))
 
 
+def shared_kv_values(plan: Plan) -> int:
+    """How many numbers a token has in the keys and values that later layers share: those of a sliding and of a full layer."""
+    if not getattr(plan.skeleton.text, "num_kv_shared_layers", 0):
+        return 0
+    widths = [matrix.out_features for matrix in plan.skeleton.matrices if matrix.kind.path == "self_attn.k_proj"]
+    return 2 * (min(widths) + max(widths))
+
+
 def _working_bytes(plan: Plan, batch_tokens: int) -> int:
     """Bytes of one layer, of the one after it that is read ahead, and of the largest unit's solving or a batch's forward beside them."""
     layers: dict[int | None, int] = {}

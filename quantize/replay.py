@@ -3,6 +3,9 @@
 A batch paused within a layer holds everything that the rest of the layer reads, on E4B up to 60 kB a token in float32. Paused at the layer's
 entrance it holds 5 kB in bfloat16. So each unit that needs its inputs gets a run of the layer of its own, from the entrance to the unit; once
 all are solved the layer runs through. That is about twice the products, on a device that has them to spare, for a tenth of the memory.
+
+Where there is memory for it, batches also pause where they hold little more: at the MLP's first products and at the linears after it. Then
+attention runs twice instead of four times, and only the MLP is run anew for its down projection. Which of the two it is changes no bit.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from greenlet import greenlet
 from torch import nn
 
 from gemq.quantize.activations import Activations, ByLayer
+from gemq.quantize.plan import Unit
 
 
 @dataclass(frozen=True)
@@ -36,19 +40,25 @@ class Reached(BaseException):
         self.event = event
 
 
-class Replays:
-    """The forwards of all batches, each at the entrance of one layer.
+# a batch that pauses there would hold queries, keys and values, or the MLP's products
+_HELD_DEARLY = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.down_proj")
 
-    `seen(position, event)` hears of each arrival at a unit. `pending(layer)` says whether a unit of the layer still waits for its inputs.
-    `with_end`: whether the decoder's output is kept.
+
+class Replays:
+    """The forwards of all batches, each at the entrance of one layer, or within it if `pausing`.
+
+    `seen(position, event)` hears of each arrival at a unit. `pending(layer)` gives the layer's first unit that still waits for its inputs.
+    `module_of` finds a module by name. `with_end`: whether the decoder's output is kept.
     """
 
     def __init__(
-        self, forward: Callable[[Any], Any], batches: Sequence[Any], seen: Callable[[int, Any], None], pending: Callable[[int], bool],
-        activations: Activations, *, with_end: bool,
+        self, forward: Callable[[Any], Any], batches: Sequence[Any], seen: Callable[[int, Any], None], pending: Callable[[int], Unit | None],
+        module_of: Callable[[str], Any], activations: Activations, *, pausing: bool, with_end: bool,
     ) -> None:  # fmt: skip
         self._forward, self._batches, self._seen, self._pending = forward, batches, seen, pending
-        self._activations, self._with_end = activations, with_end
+        self._module_of, self._activations, self._pausing, self._with_end = module_of, activations, pausing, with_end
+        self._paused_at: Unit | None = None  # within a layer, and with what inputs
+        self._inputs: list[Any] = [None] * len(batches)
         self._runs: list[Any] = [None] * len(batches)
         self._calls: list[Any] = [None] * len(batches)
         self.events: list[Any] = [None] * len(batches)
@@ -66,8 +76,18 @@ class Replays:
         assert not again
         if self._runs[0] is None:
             self.start()
-        elif not (self._pending(self._calls[0].index) and self._replay()):
+            return
+        unit = self._pending(self._calls[0].index)
+        if unit is None or (self._pausing and _kind(unit) not in _HELD_DEARLY):
             self._go_on()
+        elif self._paused_at is None:
+            if not self._replay([(call.module, call.args, call.kwargs) for call in self._calls]):
+                self._go_on()
+        else:
+            mlp = self._module_of(self._paused_at.matrices[0].module.rpartition(".")[0])
+            inside = (_kind(self._paused_at), _kind(unit)) == ("mlp.gate_up_proj", "mlp.down_proj")
+            if not (inside and self._replay([(mlp, (inputs,), {}) for inputs in self._inputs])):
+                self._go_on()
 
     def close(self) -> None:
         """End every forward, and let go of what was kept for it."""
@@ -83,50 +103,60 @@ class Replays:
         self.by_layer.append(ByLayer(inputs, self._activations))
         return self.by_layer[-1]
 
-    def _replay(self) -> bool:
-        """Run every batch from the layer's entrance to its next unit; whether there was one."""
-        for position, call in enumerate(self._calls):
+    def _replay(self, runs: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> bool:
+        """Run each batch's (module, args, kwargs) to the next unit; whether there was one."""
+        for position, (module, args, kwargs) in enumerate(runs):
             self._activations.fetch(position)
             self.replaying = True
             try:
-                call.module.forward(*call.args, **call.kwargs)
+                module.forward(*args, **kwargs)
             except Reached as reached:
                 event = reached.event
             else:
                 if position:
-                    raise AssertionError(f"a batch went through layer {call.index} without stopping where others did")
+                    raise AssertionError(f"a batch went through {type(module).__name__} without stopping where others did")
                 return False
             finally:
                 self.replaying = False
                 self._activations.release(position)
-            self._arrive(position, event)
+            self._arrive(position, event, replayed=True)
         return True
 
     def _go_on(self) -> None:
         for position, run in enumerate(self._runs):
             self._activations.fetch(position)
             call = self._calls[position]
-            self._calls[position] = self.events[position] = None
+            self.events[position] = self._inputs[position] = None
             event = run.switch()
-            call.args[0].untyped_storage().resize_(0)  # the decoder's frame may still name it, and nothing reads it
+            if not (hasattr(event, "inputs") and _kind(event.unit) in _HELD_DEARLY):
+                # past attention nothing reads it, though frames may name it
+                call.args[0].untyped_storage().resize_(0)
             self._arrive(position, event)
+        self._paused_at = getattr(self.events[0], "unit", None)
 
-    def _arrive(self, position: int, event: Any) -> None:
+    def _arrive(self, position: int, event: Any, *, replayed: bool = False) -> None:
         self._seen(position, event)
         call = getattr(event, "call", None)
         if call is not None:
             self._calls[position] = call
             self._activations.hold(position, _tensors(call))
         elif hasattr(event, "inputs"):
-            event = event.without_inputs()
-            if self._calls[position] is None:
+            if event.unit.layer is None:
                 self._runs[position].throw()
                 self._runs[position] = None
+            elif not replayed:
+                self._inputs[position] = event.inputs
+                self._activations.hold(position, [event.inputs, *_tensors(self._calls[position])])
+            event = event.without_inputs()
         elif self._runs[position].dead:
             self._activations.hold(position, ())
             if not self._with_end:
                 event = event.without_hidden()
         self.events[position] = event
+
+
+def _kind(unit: Unit) -> str:
+    return unit.matrices[0].kind.unit
 
 
 def _tensors(call: LayerCall) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from torch import nn
 from gemq.errors import IntegrityError
 from gemq.quantize.activations import Activations
 from gemq.quantize.gptq import Hessian
-from gemq.quantize.gpu import Budget, walks_source
+from gemq.quantize.gpu import Budget, shared_kv_values, walks_source
 from gemq.quantize.loading import LayerLoader, prepare_decoder
 from gemq.quantize.multimodal import DecoderInputs
 from gemq.quantize.phases import Phases
@@ -232,20 +232,23 @@ class Walk:
         if self.budget is None or walks_source(self.plan):
             return _Stream(self._forward, self.batches, self._observe)
         tokens = sum(batch.numel() for batch in self.batches if isinstance(batch, torch.Tensor))
-        hidden = tokens * self.skeleton.text.hidden_size * self.dtype.itemsize
-        # reserved: what batches hold at a layer, and about as much for the keys and values that later layers share
-        activations = Activations(self.device, self.budget.activation_bytes(self.plan), len(self.batches), reserved=5 * hidden // 2)
+        values = tokens * self.dtype.itemsize
+        hidden, shared = values * self.skeleton.text.hidden_size, values * shared_kv_values(self.plan)
+        quota = self.budget.activation_bytes(self.plan)
+        pausing = quota >= 2 * hidden + shared  # within a layer a batch holds the residual too, which nobody else counts
+        activations = Activations(self.device, quota - pausing * hidden, len(self.batches), reserved=hidden + shared)
         head = self._unit_of.get("lm_head")
         replays = self._replays = Replays(
-            self._forward, self.batches, self._observe, self._awaited, activations, with_end=head is not None and head.method == "gptq"
-        )
+            self._forward, self.batches, self._observe, self._awaited, self.skeleton.model.get_submodule, activations, pausing=pausing,
+            with_end=head is not None and head.method == "gptq",
+        )  # fmt: skip
         project = getattr(self.skeleton.decoder, "project_per_layer_inputs", None)
         if project is not None:
             self.skeleton.decoder.project_per_layer_inputs = lambda *given: replays.keep_by_layer(project(*given))
         return replays
 
-    def _awaited(self, layer: int) -> bool:
-        return any(unit.layer == layer and unit.name not in self._solved for unit in self.plan.units)
+    def _awaited(self, layer: int) -> Unit | None:
+        return next((unit for unit in self.plan.units if unit.layer == layer and unit.name not in self._solved), None)
 
     def _solve_without_inputs(self, layer: int | None, walker: Walker) -> None:
         """In a stream that runs a layer anew for each unit: solve at once what is rounded to nearest."""
