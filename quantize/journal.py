@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from gemq.shards import ShardWriter
 
 Resume = Literal["auto", "required", "never"]
 _FILE = "journal.json"
+_PIECE_BYTES = 64 << 20
 
 
 def canonical(data: Any) -> bytes:
@@ -27,12 +29,16 @@ def canonical(data: Any) -> bytes:
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
-def digest_of(writer: ShardWriter, names: list[str]) -> str:
-    """SHA-256 over the bytes of `names` as they lie in the shards."""
-    state = hashlib.sha256()
-    for name in names:
-        writer.feed(name, state.update)
-    return state.hexdigest()
+def digest_of(writer: ShardWriter, names: list[str], over: Callable[..., Iterable[bytes]] = map) -> str:
+    """SHA-256 over those of the pieces of `names` as they lie in the shards; `over` maps a function over the pieces, in order."""
+
+    def piece(name: str, start: int) -> bytes:
+        state = hashlib.sha256()
+        writer.feed(name, state.update, start, _PIECE_BYTES)
+        return state.digest()
+
+    pieces = [(name, start) for name in names for start in range(0, writer.tensors[name].nbytes, _PIECE_BYTES)]
+    return hashlib.sha256(b"".join(over(piece, *zip(*pieces, strict=True)) if pieces else ())).hexdigest()
 
 
 @dataclass

@@ -41,6 +41,7 @@ class Writing:
         self._pool = ThreadPoolExecutor(threads, "write") if threads else None
         self._recorder = ThreadPoolExecutor(1, "record")
         self._hashers = ThreadPoolExecutor(max(1, threads), "hash")
+        self._digests = ThreadPoolExecutor(max(1, threads), "digest")
         self._open: list[Future[None]] = []  # writes of the part at hand
         self._last: dict[str, Future[None]] = {}  # and the last one of each whole tensor
         self._records: list[Future[None]] = []
@@ -108,7 +109,7 @@ class Writing:
 
     def close(self) -> None:
         """Stop: what is being written ends, what waits is left out."""
-        for pool in (self._pool, self._recorder, self._hashers):
+        for pool in (self._pool, self._recorder, self._hashers, self._digests):
             if pool is not None:
                 pool.shutdown(cancel_futures=True)
 
@@ -157,15 +158,15 @@ class Writing:
     def _record(self, part: str, names: list[str], writes: list[Future[None]], begin: Callable[[], None]) -> None:
         for write in writes:
             write.result()
+        begin()
+        self._hash_whole(names)
+        self._timed("sync, beside", self.writer.sync)
+        digest = self._timed("record, beside", lambda: digest_of(self.writer, names, self._digests.map))
         if self._before_records is not None:
             self._before_records()
             self._before_records = None
-        begin()
-        self._timed("sync, beside", self.writer.sync)
-        digest = self._timed("record, beside", lambda: digest_of(self.writer, names))
         self.journal.parts[part] = digest
         self.journal.save()
-        self._hash_whole(names)
 
     def _hash_whole(self, names: Iterable[str]) -> None:
         """Begin to hash the shards of which nothing is missing once `names` are there."""
@@ -223,7 +224,7 @@ class ReadAhead:
 
 def threads_for(device: str) -> int:
     """Threads that read and write beside a GPU; none beside a CPU, whose cores solve."""
-    return min(4, len(os.sched_getaffinity(0))) if torch.device(device).type == "cuda" else 0
+    return min(6, len(os.sched_getaffinity(0))) if torch.device(device).type == "cuda" else 0
 
 
 def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:

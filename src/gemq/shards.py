@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 _COPY_BYTES = 32 << 20
+_CACHED_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -233,6 +234,10 @@ class ShardReader:
                 raise IntegrityError(f"{path} ended at byte {offset + done} while it was read", "the file changed: fetch or copy it again")
             done += count
 
+    def read_into(self, info: TensorInfo, start: int, out: torch.Tensor) -> None:
+        """Fill `out`, contiguous uint8, with raw bytes of a tensor from byte `start` of it."""
+        self._read_into(info.path, info.offset + start, out)
+
     def _descriptor(self, path: Path) -> int:
         with self._opening:
             descriptor = self._descriptors.get(path)
@@ -266,7 +271,7 @@ class ShardWriter:
     Same specs, same layout: what a file holds depends on what was written and not on when.
     """
 
-    def __init__(self, directory: Path, specs: Iterable[TensorSpec], max_shard_bytes: int = 5_000_000_000) -> None:
+    def __init__(self, directory: Path, specs: Iterable[TensorSpec], max_shard_bytes: int = 2_000_000_000) -> None:
         groups: list[list[TensorSpec]] = [[]]
         filled = 0
         for spec in specs:
@@ -277,7 +282,7 @@ class ShardWriter:
             filled += spec.nbytes
         self.directory = directory
         self._descriptors: dict[Path, int] = {}
-        self._opening = Lock()
+        self._opening, self._copying = Lock(), local()
         self.tensors: dict[str, TensorInfo] = {}
         self._headers: dict[Path, bytes] = {}
         self._sizes: dict[Path, int] = {}
@@ -357,8 +362,12 @@ class ShardWriter:
         info, source = self.tensors[name], reader.info(source_name or name)
         if (info.dtype, info.shape) != (source.dtype, source.shape):
             raise ValueError(f"{name} was planned as {info.dtype} {info.shape}, the source has {source.dtype} {source.shape}")
-        for first in range(start, start + length, _COPY_BYTES):
-            piece = reader.read_bytes(source, first, min(_COPY_BYTES, start + length - first))
+        # one small buffer a thread, which stays in its cache and is not asked of the system again for each piece
+        if not hasattr(self._copying, "buffer"):
+            self._copying.buffer = torch.empty(_CACHED_BYTES, dtype=torch.uint8)
+        for first in range(start, start + length, _CACHED_BYTES):
+            piece = self._copying.buffer[: min(_CACHED_BYTES, start + length - first)]
+            reader.read_into(source, first, piece)
             self._write_at(info.path, info.offset + first, _bytes_of(piece))
 
     def _write_at(self, path: Path, offset: int, view: memoryview) -> None:
@@ -377,12 +386,12 @@ class ShardWriter:
         self.feed(name, raw.extend)
         return torch.frombuffer(raw, dtype=DTYPES[info.dtype]).reshape(info.shape)
 
-    def feed(self, name: str, sink: Callable[[bytes], object]) -> None:
-        """Pass the bytes of `name`, as they lie in its shard now, to `sink` in pieces."""
+    def feed(self, name: str, sink: Callable[[bytes], object], start: int = 0, length: int | None = None) -> None:
+        """Pass the bytes of `name`, as they lie in its shard now, to `sink` in pieces: all, or at most `length` from byte `start` on."""
         info = self.tensors[name]
         with open(info.path, "rb") as file:
-            file.seek(info.offset)
-            left = info.nbytes
+            file.seek(info.offset + start)
+            left = info.nbytes - start if length is None else min(length, info.nbytes - start)
             while left and (piece := file.read(min(left, _COPY_BYTES))):
                 sink(piece)
                 left -= len(piece)
