@@ -181,6 +181,8 @@ class GemqInt4LinearKernel(MPLinearKernel):
         layer.gemq_scales = torch.nn.Parameter(scales, requires_grad=False)
         layer.gemq_bias = None if plain_bias is None else torch.nn.Parameter(plain_bias, requires_grad=False)
         _LARGE[words.data_ptr()] = self._larger(layer)
+        # compiled now, once a shape, and not when the first request comes
+        _few(torch.zeros((1, how.k), dtype=torch.bfloat16, device=words.device), words, scales, plain_bias, how)
 
     def _larger(self, layer: torch.nn.Module) -> Callable[[torch.Tensor, bool], torch.Tensor]:
         stock = self.stock
