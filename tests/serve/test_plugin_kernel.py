@@ -61,7 +61,7 @@ def cases() -> dict[str, dict[str, Any]]:
     for low, high, size in EXTREMES:
         found[f"extreme {low} {size}"] = case(4, 256, 4, 32, [(1, ROWS)], low=low, high=high, size=size)
     # up to eight rows of one x; then a second run, and other cuts of N and of the loads
-    found["rows"] = case(4, 256, 4, 128, [*((m, ROWS) for m in range(1, 9)), (1, ROWS), (1, (2, 1, 1, 2))])
+    found["rows"] = case(4, 128, 4, 128, [*((m, ROWS) for m in range(1, 9)), (1, ROWS), (1, (2, 1, 1, 2))])
     for bits, group in LARGE:
         found[f"large {bits} {group}"] = case(3, 256, bits, group, [(33, ROWS)], how="product")
         found[f"weights {bits} {group}"] = case(3, 256, bits, group, [(1, ROWS)], how="expanded")
