@@ -2,8 +2,9 @@
 
     PYTHONPATH=serve/plugin[:A_SITE_WITH_VLLM] python benchmarks/plugin.py plain|tensor --seconds 120 --out "$OUT"
 
-It needs torch and triton; `tensor` (plugin_tensor.py) times Marlin too where vLLM can be imported. Every shape runs in a CUDA graph over weights that don't fit the cache; the whole step is one graph of
-every decoder linear and the head in their order, each with weights of its own, as in a decoding step.
+It needs torch and triton; `tensor` (plugin_tensor.py) times Marlin too where vLLM can be imported. Every shape runs in a CUDA graph over weights
+that don't fit the cache; the whole step is one graph of every decoder linear and the head in their order, each with weights of its own, as in a
+decoding step.
 """
 
 from __future__ import annotations
