@@ -41,6 +41,7 @@ TRIALS_FILE = "trials.json"
 _BINDS = 0.85  # a bound this near the budget, from below, is near enough
 _AIM = 0.92  # where in the budget the next build's bound is aimed at
 _LAST_AIM = 0.8  # and that of the last one, as long as none has met it
+_WORTH_A_BUILD = 0.01  # of the cost: where something meets the budget, less to win is no reason for another build
 _BOUND_OVER_PREDICTED = 1.4  # what bounds have been over predictions, where no build has said it yet
 
 
@@ -135,10 +136,14 @@ class Search:
             if trial in tried or (trial is None and built == self.builds):
                 break
             if trial is None:
+                cost, predicted = (sum(getattr(choice, what) for choice in mix.values()) for what in ("cost", "harm"))
+                best = min((one.cost for one in [*known, *tried] if one.meets(budget)), default=None)
+                if best is not None and cost > (1 - _WORTH_A_BUILD) * best:
+                    output.note(f"what meets the budget costs {100 * (best / cost - 1):.1f}% more than another build is likely to: not worth one")
+                    break
                 built += 1
-                predicted = sum(choice.harm for choice in mix.values())
                 output.note(f"build {built} of at most {self.builds}: a KL of {predicted:.4f} nats is predicted")
-                trial = self._build(labels, predicted, sum(choice.cost for choice in mix.values()))
+                trial = self._build(labels, predicted, cost)
                 log.add(trial)
             tried.append(trial)
             value, upper = trial.judged.of_budget(budget)

@@ -28,7 +28,7 @@ code { font: .88em ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace;
        overflow-wrap: anywhere; }
 dt { font-weight: 600; margin-top: .7rem; } dd { margin: .1rem 0 0; }
 @media print {
-  body { max-width: none; padding: 0; font-size: 10pt; } nav { display: none; } h2 { break-after: avoid; margin-top: 1.2rem; }
+  body { max-width: none; padding: 0; font-size: 10pt; } nav { display: none; } h2, section > p { break-after: avoid; } h2 { margin-top: 1.2rem; }
   figure, tr, .verdict, dl > div { break-inside: avoid; } .wide { overflow: visible; } table { font-size: 8pt; } a { color: inherit; }
   @page { margin: 16mm 14mm; }
 }

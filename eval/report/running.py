@@ -104,8 +104,8 @@ def provenance(material: Material) -> Section | Missing:
     entries = [_origin(checkpoint) for checkpoint in material.checkpoints]
     tables = [Table(("", ""), [(key, value) for key, value in entry["facts"].items()], frozenset(), entry["name"]) for entry in entries]
     tables.append(Table(("file", "SHA-256"), sorted(material.files.items()), frozenset(), "What this page was made of"))
-    text = ["Taken from each checkpoint's own account; `gemq verify CHECKPOINT` checks every byte against its seal, `--source` against what it was "
-            "made from."]  # fmt: skip
+    text = ["Taken from each checkpoint's own account. gemq verify CHECKPOINT checks every byte against its seal, with --source against what it "
+            "was made from."]  # fmt: skip
     return Section("provenance", title, text, {"checkpoints": entries, "files": material.files}, "", tables)
 
 

@@ -86,7 +86,7 @@ def publish(target: Path, title: str, opening: Sequence[str], judged: Sequence[t
     from gemq.eval.report.figures import DRAW
 
     shown: list[tuple[Section, str]] = []
-    with atomic.staged_directory(target) as staged, style.house_style():
+    with atomic.disk_errors(target.parent), atomic.staged_directory(target) as staged, style.house_style():
         for section in sections:
             svg = ""
             if section.figure:
