@@ -96,8 +96,8 @@ class Ran:
     said: dict[str, Any]
 
 
-def run(command: list[str], log: Path, limit_seconds: float) -> Ran:
-    """Run `command`, for `limit_seconds` at most; its stderr goes to `log`, its stdout is its JSON."""
+def run(command: list[str], log: Path, limit_seconds: float, *, json_out: bool = True) -> Ran:
+    """Run `command`, for `limit_seconds` at most; its stderr goes to `log`, its stdout beside it, which is JSON unless `json_out` is false."""
     before, peak, done = device_bytes(), [0, 0], threading.Event()
     started = time.monotonic()
     with open(log, "wb") as errors, open(log.with_suffix(".json"), "wb") as out:
@@ -119,7 +119,7 @@ def run(command: list[str], log: Path, limit_seconds: float) -> Ran:
     done.set()
     watcher.join()
     said = log.with_suffix(".json").read_text()
-    return Ran(code, seconds, peak[0], peak[1], json.loads(said) if code == 0 else {})
+    return Ran(code, seconds, peak[0], peak[1], json.loads(said) if code == 0 and json_out else {})
 
 
 def probes(work: Path) -> dict[str, float]:
@@ -182,6 +182,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--layers", type=int, help="a slice without shared layers instead of the whole model")
     parser.add_argument("--gpu-memory", help="passed on to gemq")
+    parser.add_argument("--peer", type=Path, help="a script that runs llm-compressor on a slice: CONFIG_JSON LAYERS SAMPLES LENGTH")
+    parser.add_argument("--peer-config", type=Path, help="the config.json of E4B that it reads, beside a tokenizer")
     parser.add_argument("--limit", type=float, default=600, help="seconds that a recipe may take")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -196,6 +198,8 @@ def main() -> None:
     output.note(torch.cuda.get_device_name())
     units = {name: (1e12, "TFLOP/s") if "product" in name else (1e9, "GB/s") for name in can}
     output.note("this machine: " + ", ".join(f"{name} {rate / units[name][0]:.3g} {units[name][1]}" for name, rate in can.items()))
+    dry = run([sys.executable, "-m", "gemq", "quantize", str(source), "--dry-run", "--device", "cpu", "--json"], options.work / "dry.log", 120)
+    output.note(f"a dry run, which imports and plans as every command does, takes {dry.seconds:.1f} s")
     must = operations(options.layers, options.samples * options.length)
     failed = []
     for recipe in options.recipes:
@@ -216,6 +220,12 @@ def main() -> None:
         written = sum(path.stat().st_size for path in out.iterdir())
         shutil.rmtree(out, ignore_errors=True)
         show(recipe, options, ran, written, source_bytes, must, can)
+    if options.peer:
+        command = [sys.executable, str(options.peer), str(options.peer_config), str(options.layers), str(options.samples), str(options.length)]
+        ran = run(command, options.work / "peer.log", options.limit, json_out=False)
+        lines = [line for line in (options.work / "peer.json").read_text().splitlines() if line.startswith("PEER")]
+        output.note(f"llm-compressor: exit {ran.code}, {ran.seconds:.1f} s whole, {ran.host_bytes / 2**30:.2f} GiB of host memory; " + " ".join(lines))
+        failed += ["the peer"] if ran.code else []
     sys.exit(bool(failed))
 
 
@@ -225,7 +235,7 @@ def show(
     """The table of one recipe's phases."""
     phases: dict[str, float] = dict(ran.said["phases"])
     main_seconds = sum(seconds for name, seconds in phases.items() if not name.endswith("beside"))
-    rows = [("start, imports, calibration", f"{ran.seconds - main_seconds:.2f}", "")]
+    rows = [("imports, plan, calibration, end", f"{ran.seconds - main_seconds:.2f}", "")]
     for name, seconds in sorted(phases.items(), key=lambda item: (item[0].endswith("beside"), -item[1])):
         reached = ""
         if name in must and seconds:

@@ -19,6 +19,8 @@ import torch
 
 from gemq import output
 from gemq.quantize import gptq, refine, sweep_triton
+from gemq.quantize.phases import Phases
+from gemq.quantize.products import product
 from gemq.quantize.scales import find_scales
 from gemq.recipes.model import Gptq, WeightScheme
 
@@ -100,6 +102,24 @@ def check_hessian(size: int, tokens: int) -> dict[str, tuple[float, float]]:
         return torch.mm(x.T, x, out_dtype=torch.float32)
 
     made["bfloat16 product, float32 out"] = far(mixed()), timed(mixed)
+    moments, weight = total / tokens, torch.randn(2048, size, device="cuda")
+    reference = weight.double() @ moments.double()
+    integers = weight.mul(4).round()
+    short = integers.double() @ moments.double()
+
+    def off(found: torch.Tensor, expected: torch.Tensor) -> float:
+        return ((found.double() - expected).norm() / expected.norm()).item()
+
+    made["2048 rows @ H, torch"] = off(weight @ moments, reference), timed(lambda: weight @ moments)
+    made["2048 rows @ H, three TF32 products"] = off(product(weight, moments), reference), timed(lambda: product(weight, moments))
+    found = product(integers, moments, left_is_short=True)
+    made["2048 rows of integers @ H, two"] = off(found, short), timed(lambda: product(integers, moments, left_is_short=True))
+    phases = Phases("cuda")
+    with phases("whole"):
+        for _ in range(10):
+            with phases.on_device("kernel"):
+                sweep_triton.add_outer_products(total, x, 512)
+    made["kernel by gemq's own phases, 10 times"] = 0.0, phases.seconds["kernel"] * 100
     return made
 
 
@@ -130,7 +150,7 @@ def solver_steps(size: int, out: int) -> list[tuple[str, str]]:
     for rows in (8, 16, 32):
         for warps in (1, 2, 4):
             sweep_triton._launch = lambda out, rows=rows, warps=warps: {"ROWS": rows, "num_warps": warps}  # type: ignore[misc]
-            found.append((f"sweep, {rows} rows, {warps} warps", f"{timed(steps['sweep']):.2f}"))
+            found.append((f"sweep and descend, {rows} rows, {warps} warps", f"{timed(steps['sweep']):.2f} {timed(steps['descend']):.2f}"))
     sweep_triton._launch = chosen
     return found
 
@@ -185,6 +205,7 @@ def main() -> None:
         for name, (error, taken) in found.items():
             output.note(f"X^T X of 8192 x {size}, {name}: {error:.2e} from float64, {taken:.2f} ms")
         failed |= found["kernel, bfloat16"][0] > 4 * found["float32 product"][0]
+        failed |= found["2048 rows @ H, three TF32 products"][0] > 4 * found["2048 rows @ H, torch"][0]
     for size, out in ((2560, 20480), (10240, 2560)):
         output.table(f"a unit of {size} inputs and {out} outputs, ms", ("step", "ms"), solver_steps(size, out))
     sys.exit(failed)

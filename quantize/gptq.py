@@ -15,6 +15,7 @@ import torch
 
 from gemq.errors import IntegrityError
 from gemq.output import warn
+from gemq.quantize.products import product
 from gemq.quantize.refine import refine
 from gemq.quantize.scales import find_scales, integer_range, restore, round_to_scales
 from gemq.quantize.threads import single_thread
@@ -220,5 +221,5 @@ def target(weight: torch.Tensor, factorization: Factorization, hessian: Hessian)
 def output_error(weight: torch.Tensor, stored: torch.Tensor, scales: torch.Tensor, scheme: WeightScheme, hessian: torch.Tensor) -> float:
     """The relative squared error of the unit's output on the calibration set: tr(D H D^T) / tr(W H W^T), D = W - Q."""
     difference = weight - restore(stored, scales, scheme)
-    signal = ((weight @ hessian) * weight).sum().item()
-    return ((difference @ hessian) * difference).sum().item() / signal if signal > 0 else 0.0
+    signal = (product(weight, hessian) * weight).sum().item()
+    return (product(difference, hessian) * difference).sum().item() / signal if signal > 0 else 0.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from gemq.quantize.products import product
 from gemq.quantize.scales import in_groups, integer_range, stored_scale
 from gemq.quantize.threads import single_thread
 from gemq.recipes.model import WeightScheme
@@ -38,7 +39,7 @@ def refine(
         return stored, scales
     damping = dampening * moments.diagonal().mean()
     integers = stored.to(torch.float32)
-    target = weight @ moments + damping * weight
+    target = product(weight, moments) + damping * weight
     for _ in range(rounds):
         scales = _fit_scales(weight, target, integers, scales, moments, damping)
         integers = _descend(weight, integers, scales, moments, damping, scheme, block_size)
@@ -59,9 +60,9 @@ def _fit_scales(
         system = torch.empty(held.shape[0], groups, groups, dtype=torch.float64, device=weight.device)
         for group in range(groups):
             columns = slice(group * width, (group + 1) * width)
-            product = held[:, columns] @ moments[columns]
-            product[:, columns] += damping * held[:, columns]
-            system[:, group] = product.mul_(held).reshape(-1, groups, width).sum(-1)
+            reached = product(held[:, columns], moments[columns], left_is_short=True)
+            reached[:, columns] += damping * held[:, columns]
+            system[:, group] = reached.mul_(held).reshape(-1, groups, width).sum(-1)
         right = (target[rows] * held).reshape(-1, groups, width).sum(-1).to(torch.float64)
         # a group of zeros has no say in its scale: it keeps the one it has
         silent = system.diagonal(dim1=1, dim2=2) <= 0
@@ -92,7 +93,7 @@ def _descend(
     size, width = weight.shape[1], weight.shape[1] // scales.shape[1]
     error = (weight - (in_groups(integers, scheme) * scales.unsqueeze(-1)).reshape(weight.shape)).T.contiguous()
     integers, scales = integers.T.contiguous(), scales.T.contiguous()
-    gradient = moments @ error + damping * error
+    gradient = product(moments, error) + damping * error
     del error
     if gradient.is_cuda:
         from gemq.quantize.sweep_triton import descend

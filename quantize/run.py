@@ -119,7 +119,8 @@ class _Run:
     def __init__(self, job: Job, partial: Path) -> None:
         self.job, self.plan, self.reader = job, job.plan, job.reader
         self.phases, self._threads = Phases(job.device), threads_for(job.device)
-        self._budget = budget_of(job.plan, job.device, job.gpu_memory_bytes)
+        with self.phases("start the device"):
+            self._budget = budget_of(job.plan, job.device, job.gpu_memory_bytes)
         needs = self.plan.recipe.needs_calibration
         if needs and job.calibration is None:
             raise UsageError(f"recipe {self.plan.recipe.name} needs a calibration set", "give --calibration")

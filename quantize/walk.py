@@ -184,7 +184,8 @@ class Walk:
     @torch.no_grad()
     def run(self, walker: Walker) -> None:
         """Drive every batch to the end; raises whatever the callbacks raise."""
-        prepare_decoder(self.skeleton, self.reader, self.device, self.dtype)
+        with self.phases("load"):
+            prepare_decoder(self.skeleton, self.reader, self.device, self.dtype)
         hooks = self._hooks()
         quantized = self._stream()
         if self.plan.recipe.gptq.asymmetric or self.plan.recipe.tuning:

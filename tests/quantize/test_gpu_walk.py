@@ -24,6 +24,7 @@ from gemq.quantize import gptq, refine
 from gemq.quantize import run as quantize_run
 from gemq.quantize.activations import Activations, ByLayer
 from gemq.quantize.gpu import Budget, parse_memory
+from gemq.quantize.products import split
 from gemq.quantize.scales import find_scales
 from gemq.quantize.seal import Hashed, check_seal, sha256_of, write_seal
 from gemq.quantize.walk import Walk, Walker
@@ -318,3 +319,13 @@ def test_phases_add_up_to_the_time_of_the_main_thread(tmp_path):
     assert {"forward", "statistics", "factorize", "solve", "load", "write", "record", "copy", "seal"} <= own.keys()
     assert 0 < own["forward"] + own["solve"] < sum(own.values())
     assert "phases" not in made.manifest
+
+
+def test_a_number_is_split_into_eleven_bits_and_the_rest():
+    value = torch.randn(100, 7) * torch.exp(10 * torch.randn(100, 7))
+    high, low = split(value)
+    assert torch.equal(high + low, value)
+    for part, bits in ((high, 11), (low, 13)):
+        mantissa = part.frexp().mantissa.double() * 2**bits
+        assert torch.equal(mantissa, mantissa.round())
+    assert torch.equal(split(torch.arange(-128.0, 128.0))[1], torch.zeros(256))
