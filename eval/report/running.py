@@ -59,13 +59,32 @@ def memory(material: Material) -> Section | Missing:
         held = document["memory"]
         if held["samples"]:
             entries.append({"from": where, "side": side, "load": ", ".join(load["name"] for load in document["loads"]), "kind": held["kind"],
-                            "peak_bytes": held["peak_bytes"], "samples": [[float(at), int(count)] for at, count in held["samples"]]})
+                            "peak_bytes": held["peak_bytes"], "held": held.get("held"),
+                            "samples": [[float(at), int(count)] for at, count in held["samples"]]})
     if not entries:
         return Missing("memory", title, "no server's memory was watched (a URL's can't be)", BENCH)
     rows = [(e["from"], e["side"], e["load"], e["kind"], size(e["peak_bytes"]), f"{e['samples'][-1][0]:.0f} s") for e in entries]
-    table = Table(("measured in", "of", "load", "what", "peak", "watched for"), rows_of(rows), frozenset({4, 5}))
-    return Section("memory", title, ["Polled every half second while the load ran."], {"series": entries},
-                   "Memory of the server's processes over time", [table])
+    tables = [Table(("measured in", "of", "load", "what", "peak", "watched for"), rows_of(rows), frozenset({4, 5}))]
+    parts = ("weights_bytes", "reservations_bytes", "kv_preallocated_bytes", "kv_used_bytes")
+    held_rows = [(e["from"], e["side"], e["load"], *(size(e["held"][part]) for part in parts), number(e["held"]["preemptions"]))
+                 for e in entries if e["held"]]  # fmt: skip
+    if held_rows:
+        columns = ("measured in", "of", "load", "weights", "reservations", "KV preallocated", "KV in use at most", "preemptions")
+        tables.append(Table(columns, held_rows, frozenset({3, 4, 5, 6, 7}), "By kind, at the most"))
+    capped = _capped(material)
+    if capped:
+        cap_rows = [(e["from"], e["load"], size(e["cap_bytes"]), f"{100 * e['share_of_speed']:.1f}%", "yes" if e["kept_requests"] else "no",
+                     e["why"] or NONE) for e in capped]  # fmt: skip
+        tables.append(Table(("measured in", "load", "cap", "of its speed", "every request kept", "why not"), cap_rows, frozenset({2, 3}),
+                            "Served again under a hard cap"))
+    return Section("memory", title, ["Polled every half second while the load ran."], {"series": entries, "capped": capped},
+                   "Memory of the server's processes over time", tables)
+
+
+def _capped(material: Material) -> list[dict[str, Any]]:
+    keys = ("cap_bytes", "share_of_speed", "kept_requests", "why")
+    return [{"from": one.name, "load": stage.removeprefix("capped-"), **{key: document[key] for key in keys}}
+            for one in material.rehearsals for stage, document in one.stages.items() if "cap_bytes" in document]  # fmt: skip
 
 
 def answers(material: Material) -> Section | Missing:

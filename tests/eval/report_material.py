@@ -53,7 +53,9 @@ def bench(tps: float, peak: int) -> dict[str, Any]:
     runs = [{"run": number, "tps": tps + number, "latency_ms": times, "first_token_ms": times, "between_tokens_ms": None} for number in range(2)]
     load = {"name": "batch-8k", "requests": 4, "output_tokens": 16, "in_flight": 2, "runs": runs, "streamed_probe": None,
             "tps": {"mean": tps + 0.5, "lower_95": tps - 2.0}}  # fmt: skip
-    return {"kind": "bench", "loads": [load], "memory": {"kind": "resident memory", "peak_bytes": peak, "samples": [[0.0, peak // 2], [0.5, peak]]}}
+    held = {"weights_bytes": peak // 4, "reservations_bytes": None, "kv_preallocated_bytes": peak, "kv_used_bytes": peak // 8, "preemptions": 0}
+    return {"kind": "bench", "loads": [load], "memory": {"kind": "resident memory", "peak_bytes": peak, "samples": [[0.0, peak // 2], [0.5, peak]],
+                                                               "held": held}}  # fmt: skip
 
 
 def gate(name: str, value: float | None, limit: float, *, at_most: bool = True) -> dict[str, Any]:
@@ -69,6 +71,8 @@ def rehearsal(folder: Path) -> None:
     })  # fmt: skip
     write(folder / "01-seal.json", {"sealed": True})
     write(folder / "03-speed-batch-8k.json", bench(100.0, 2_000_000_000))
+    write(folder / "06-capped-batch-8k.json", {"cap_bytes": 3_000_000_000, "held": None, "tps": 95.0, "share_of_speed": 0.945, "why": None,
+                                               "kept_requests": True})  # fmt: skip
     write(folder / "09-reference-speed-batch-8k.json", bench(50.0, 5_000_000_000))
     here, there = {"1": math.log(0.5), "2": math.log(0.25)}, {"1": math.log(0.5), "2": math.log(0.125)}
     write(folder / "08-scores.json", {"records": [[there, here], [here]]})

@@ -173,6 +173,11 @@ def test_speed_and_memory_of_both_sides(made: Path) -> None:
     assert sides["submission"]["tps"] == [100.0, 101.0]
     assert sides["reference"]["tps_lower_95"] == 48.0
     assert {one["side"]: one["peak_bytes"] for one in data(made, "memory")["series"]} == {"submission": 2_000_000_000, "reference": 5_000_000_000}
+    (capped,) = data(made, "memory")["capped"]
+    assert (capped["load"], capped["share_of_speed"]) == ("batch-8k", 0.945)
+    page = (made / PAGE).read_text(encoding="utf-8")
+    for told in ("500 MB", "KV in use at most", "250 MB", "Served again under a hard cap", "94.5%"):
+        assert told in page, told
 
 
 def test_provenance_names_every_file_that_was_read_by_its_digest(made: Path, folder: Path) -> None:
