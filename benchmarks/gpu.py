@@ -224,7 +224,7 @@ def main() -> None:
         command = [sys.executable, str(options.peer), str(options.peer_config), str(options.layers), str(options.samples), str(options.length)]
         ran = run(command, options.work / "peer.log", options.limit, json_out=False)
         lines = [line for line in (options.work / "peer.json").read_text().splitlines() if line.startswith("PEER")]
-        output.note(f"llm-compressor: exit {ran.code}, {ran.seconds:.1f} s whole, {ran.host_bytes / 2**30:.2f} GiB of host memory; " + " ".join(lines))
+        output.note(f"llm-compressor: exit {ran.code}, {ran.seconds:.1f} s whole, {ran.host_bytes / 2**30:.2f} GiB of memory; " + " ".join(lines))
         failed += ["the peer"] if ran.code else []
     sys.exit(bool(failed))
 

@@ -53,7 +53,7 @@ def _fit_scales(
     out, groups = scales.shape
     width = weight.shape[1] // groups
     pieces = []
-    rows_at_once = max(1, _SYSTEMS // (groups * groups))
+    rows_at_once = max(1, (4 * _SYSTEMS if weight.is_cuda else _SYSTEMS) // (groups * groups))
     for first in range(0, out, rows_at_once):
         rows = slice(first, min(first + rows_at_once, out))
         held, before = integers[rows], scales[rows]

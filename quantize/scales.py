@@ -52,6 +52,10 @@ def find_scales(weight: torch.Tensor, scheme: WeightScheme, importance: torch.Te
         return minmax
     cost = torch.ones(weight.shape[1]) if importance is None else importance / importance.mean().clamp_min(1e-30)
     cost = cost.to(weight).reshape(1, grouped.shape[1], grouped.shape[2])
+    if weight.is_cuda:
+        from gemq.quantize.scales_triton import best_clips
+
+        return best_clips(grouped, cost, low, high, tuple(map(_reach, range(_CLIP_STEPS))))
     # pieces that stay in a processor's cache, and small enough for torch not to split: the threads here each take whole ones
     rows = max(1, _PIECE // weight.shape[1]) if weight.device.type == "cpu" else weight.shape[0]
     pieces = zip(grouped.split(rows), largest.split(rows), minmax.split(rows), strict=True)
@@ -62,7 +66,7 @@ def _best_clip(grouped: torch.Tensor, largest: torch.Tensor, minmax: torch.Tenso
     best, best_error = minmax, _rounding_error(grouped, minmax, cost, low, high)
     extreme = torch.where(grouped.amax(-1) > -grouped.amin(-1), 1.0, -1.0)
     for step in range(_CLIP_STEPS):
-        reach = 1 + (_CLIP_FURTHEST - 1) * step / (_CLIP_STEPS - 1)
+        reach = _reach(step)
         # the extreme at the low end (one more integer), then at the high end
         for scale in (-extreme * largest / (-low * reach), extreme * largest / (high * reach)):
             scale = stored_scale(scale)
@@ -71,6 +75,10 @@ def _best_clip(grouped: torch.Tensor, largest: torch.Tensor, minmax: torch.Tenso
             best = torch.where(better, scale, best)
             best_error = torch.where(better, error, best_error)
     return best
+
+
+def _reach(step: int) -> float:
+    return 1 + (_CLIP_FURTHEST - 1) * step / (_CLIP_STEPS - 1)
 
 
 def _rounding_error(grouped: torch.Tensor, scale: torch.Tensor, cost: torch.Tensor, low: int, high: int) -> torch.Tensor:

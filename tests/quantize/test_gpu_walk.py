@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -20,23 +21,21 @@ from typer.testing import CliRunner
 
 from gemq.cli import app
 from gemq.errors import IntegrityError, StoppedSafely, UsageError
-from gemq.quantize import gptq, refine
+from gemq.quantize import gptq, refine, scales
 from gemq.quantize import run as quantize_run
 from gemq.quantize.activations import Activations, ByLayer
 from gemq.quantize.gpu import Budget, parse_memory
 from gemq.quantize.products import split
-from gemq.quantize.scales import find_scales
 from gemq.quantize.seal import Hashed, check_seal, sha256_of, write_seal
 from gemq.quantize.walk import Walk, Walker
 from gemq.quantize.writing import ReadAhead, Writing
 from gemq.recipes.model import WeightScheme
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    """gemq.quantize.sweep_triton, imported so that Triton interprets it; nothing of it stays."""
-    name, before = "gemq.quantize.sweep_triton", os.environ.get("TRITON_INTERPRET")
-    held = sys.modules.pop(name, None)
+@contextmanager
+def interpreted(name):
+    """The module `name`, imported so that Triton interprets it; nothing of it stays."""
+    before, held = os.environ.get("TRITON_INTERPRET"), sys.modules.pop(name, None)
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         yield importlib.import_module(name)
@@ -49,22 +48,27 @@ def kernels():
             os.environ["TRITON_INTERPRET"] = before
 
 
+@pytest.fixture(scope="module")
+def kernels():
+    with interpreted("gemq.quantize.sweep_triton") as module:
+        yield module
+
+
 def solver_problem(size: int, out: int, group: int, bits: int):
     torch.manual_seed(size)
     x = torch.randn(400, size) @ (torch.eye(size) + 0.2 * torch.randn(size, size)) * torch.exp(torch.randn(size))
     moments = x.T @ x / 400
     scheme = WeightScheme(num_bits=bits, strategy="group", group_size=group, observer="mse")
     weight = torch.randn(out, size)
-    scales = find_scales(weight, scheme, moments.diagonal())
-    return weight, moments, scales, scheme
+    return weight, moments, scales.find_scales(weight, scheme, moments.diagonal()), scheme
 
 
 @pytest.mark.parametrize(("size", "out", "group", "bits"), [(96, 3, 32, 4), (32, 17, 32, 8)])
 def test_the_kernels_round_as_the_loops_do(kernels, monkeypatch, size, out, group, bits):
     monkeypatch.setattr(kernels, "_WIDTH", min(size, 64))  # the interpreter takes 15 ms a column and program
-    weight, moments, scales, scheme = solver_problem(size, out, group, bits)
+    weight, moments, chosen, scheme = solver_problem(size, out, group, bits)
     factor = gptq.inverse_factor(moments, 0.01, "test")
-    columns = scales.repeat_interleave(group, 1)
+    columns = chosen.repeat_interleave(group, 1)
     ours, theirs = kernels.sweep(weight, factor, columns, scheme), gptq._sweep(weight, factor, columns, scheme, 128)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
@@ -72,11 +76,29 @@ def test_the_kernels_round_as_the_loops_do(kernels, monkeypatch, size, out, grou
     error = (weight - integers * columns).T.contiguous()
     found = integers.T.contiguous()
     kernels.descend(
-        moments @ error + damping * error, found, scales.T.contiguous(), moments, moments.diagonal() + damping, scheme
+        moments @ error + damping * error, found, chosen.T.contiguous(), moments, moments.diagonal() + damping, scheme
     )  # fmt: skip
-    expected = refine._descend(weight, integers.clone(), scales, moments, damping, scheme, 128)
+    expected = refine._descend(weight, integers.clone(), chosen, moments, damping, scheme, 128)
     assert not torch.equal(expected, integers)
     assert torch.equal(found.T, expected)
+
+
+@pytest.mark.parametrize(("out", "groups", "width", "bits"), [(33, 3, 32, 4), (2, 1, 200, 8)])
+def test_the_search_of_scales_is_the_one_of_the_loop(out, groups, width, bits):
+    torch.manual_seed(out)
+    weight = torch.randn(out, groups, width) * torch.exp(3 * torch.randn(out, groups, 1))
+    weight[0, 0] = 0
+    weight[-1, -1, 1:] = 0
+    low, high = -(1 << bits - 1), (1 << bits - 1) - 1
+    cost = torch.rand(1, groups, width)
+    with interpreted("gemq.quantize.scales_triton") as kernel:
+        ours = kernel.best_clips(weight, cost, low, high, tuple(map(scales._reach, range(10))))
+    largest = weight.abs().amax(-1)
+    theirs = scales._best_clip(weight, largest, scales.stored_scale(largest / ((high - low) / 2)), cost, low, high)
+    same = ours == theirs
+    assert same.float().mean() > 0.95  # another order of sums: two clips may be as good
+    errors = [scales._rounding_error(weight, found, cost, low, high) for found in (ours, theirs)]
+    torch.testing.assert_close(*errors, rtol=1e-5, atol=1e-30)
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(100, 640), (7, 140)])
