@@ -70,12 +70,12 @@ def memory(material: Material) -> Section | Missing:
                  for e in entries if e["held"]]  # fmt: skip
     if held_rows:
         columns = ("measured in", "of", "load", "weights", "reservations", "KV preallocated", "KV in use at most", "preemptions")
-        tables.append(Table(columns, held_rows, frozenset({3, 4, 5, 6, 7}), "By kind, at the most"))
+        tables.append(Table(columns, rows_of(held_rows), frozenset({3, 4, 5, 6, 7}), "By kind, at the most"))
     capped = _capped(material)
     if capped:
         cap_rows = [(e["from"], e["load"], size(e["cap_bytes"]), f"{100 * e['share_of_speed']:.1f}%", "yes" if e["kept_requests"] else "no",
                      e["why"] or NONE) for e in capped]  # fmt: skip
-        tables.append(Table(("measured in", "load", "cap", "of its speed", "every request kept", "why not"), cap_rows, frozenset({2, 3}),
+        tables.append(Table(("measured in", "load", "cap", "of its speed", "every request kept", "why not"), rows_of(cap_rows), frozenset({2, 3}),
                             "Served again under a hard cap"))
     return Section("memory", title, ["Polled every half second while the load ran."], {"series": entries, "capped": capped},
                    "Memory of the server's processes over time", tables)
