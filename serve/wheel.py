@@ -25,8 +25,11 @@ def resolve(plugin: str, arena: str, *, directories: bool) -> Path:
     """The source folder of the plugin that --plugin names: one of gemq's own, or a directory where the arena's package takes one."""
     if plugin in PLUGINS:
         return PLUGINS[plugin]
-    if directories:
+    if directories and plugin and Path(plugin).is_dir():
         return Path(plugin)
+    if directories:
+        raise UsageError(f"--plugin is {plugin!r}, and there is no such plugin",
+                         f"give {', '.join(PLUGINS)}, or the directory of a vLLM plugin with its pyproject.toml")  # fmt: skip
     raise UsageError(f"--plugin is {plugin!r}, and {arena} takes {', '.join(PLUGINS)}",
                      "for a plugin of your own put its release into --dependency")  # fmt: skip
 

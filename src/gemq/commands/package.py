@@ -67,7 +67,7 @@ def package(
     from gemq.serve.package import Hub, Order, read_checkpoint, read_measured
     from gemq.serve.wheel import resolve
 
-    source = resolve(plugin, arena, directories=arena == lowbarena.ARENA) if plugin else None
+    source = resolve(plugin, arena, directories=arena == lowbarena.ARENA) if plugin is not None else None
     hub = Hub(repo, revision) if repo and revision else None
     read = read_checkpoint(checkpoint)
     numbers = [read_measured(path, read) for path in measured or ()]
