@@ -41,14 +41,14 @@ def _search_kernel(  # type: ignore[no-untyped-def]
     most, least = tl.max(value, axis=1), tl.min(value, axis=1)
     largest = tl.maximum(most, -least)
     signed = tl.where(most > -least, largest, -largest)
-    best = _stored(largest / minmax)
+    best = _stored(tl.div_rn(largest, minmax))
     error = _error(value, weighted, best, low, high)
     for step in range(STEPS):
         # the extreme at the low end, which has one integer more, then at the high end
-        scale = _stored(-signed / tl.load(divisors + 2 * step))
+        scale = _stored(tl.div_rn(-signed, tl.load(divisors + 2 * step)))
         tried = _error(value, weighted, scale, low, high)
         best, error = tl.where(tried < error, scale, best), tl.minimum(tried, error)
-        scale = _stored(signed / tl.load(divisors + 2 * step + 1))
+        scale = _stored(tl.div_rn(signed, tl.load(divisors + 2 * step + 1)))
         tried = _error(value, weighted, scale, low, high)
         best, error = tl.where(tried < error, scale, best), tl.minimum(tried, error)
     tl.store(found + group, best, mask=group < count)
