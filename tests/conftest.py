@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,16 +19,25 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook of this name, which would otherwise come before this one
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with a real server come first: they take longest, and the other processes do the rest meanwhile."""
+    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where several processes share the tests, a module's go to one of them, with its fixtures, and all real servers to one: no two at a time.
 
-    The servers come first, since they take longest: the other processes do the rest meanwhile.
+    (xdist's own groups come from a mark that it writes into node ids, which pytest 9.2 no longer lets it do.)
     """
-    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
-    for item in items:
-        group = "vllm" if item.get_closest_marker("vllm") else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByModule(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.partition("::")[0]
+            return "real servers" if Path(module).name.startswith("test_vllm") else module
+
+    return ByModule(config, log)
 
 
 @pytest.fixture(autouse=True)
