@@ -235,8 +235,10 @@ class Walk:
         tokens = sum(batch.numel() for batch in self.batches if isinstance(batch, torch.Tensor))
         values = tokens * self.dtype.itemsize
         hidden, shared = values * self.skeleton.text.hidden_size, values * shared_kv_values(self.plan)
-        quota = self.budget.activation_bytes(self.plan)
-        pausing = quota >= 2 * hidden + shared  # within a layer a batch holds the residual too, which nobody else counts
+        # masks, rotary tables and a layer's share of the per-layer inputs come to about half of the hidden states
+        quota = max(0, self.budget.activation_bytes(self.plan) - hidden // 2)
+        # within a layer a batch holds the residual too, which nobody else counts; and what a smoothed norm made before it was smoothed
+        pausing = quota >= 2 * hidden + shared and not self.plan.pairs
         activations = Activations(self.device, quota - pausing * hidden, len(self.batches), reserved=hidden + shared)
         head = self._unit_of.get("lm_head")
         replays = self._replays = Replays(
