@@ -19,6 +19,7 @@ from gemq.quantize import gptq, smoothing
 from gemq.quantize.architectures import ARCHITECTURES, Architecture
 from gemq.quantize.audit import audit_structure
 from gemq.quantize.decisions import decisions_of, search_plan
+from gemq.quantize.gpu import Budget
 from gemq.quantize.plan import make_plan, require_pairs
 from gemq.quantize.search import recipe_of
 from gemq.quantize.skeleton import load_skeleton
@@ -222,8 +223,12 @@ def test_a_gemma_4_with_shared_keys_is_smoothed_and_verified(rough4, tmp_path):
     assert verify_against_source(tmp_path / "out", rough4).differences == []
 
 
-@pytest.mark.parametrize("options", ["gptq: {asymmetric: 0.5}\n", ""], ids=["asymmetric", "plain"])
-def test_the_walk_gives_later_units_the_inputs_of_the_smoothed_model_and_the_source_its_own(options, rough, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "budget"),
+    [("gptq: {asymmetric: 0.5}\n", None), ("", None), ("", Budget(1 << 40, torch.float32))],
+    ids=["asymmetric", "plain", "as on a GPU"],
+)
+def test_the_walk_gives_later_units_the_inputs_of_the_smoothed_model_and_the_source_its_own(options, budget, rough, tmp_path):
     """Weights are only scaled, never rounded: every later unit must see what it sees without smoothing, and so must the source's stream."""
     sets = windows(512, 3, 12)
 
@@ -248,7 +253,7 @@ def test_the_walk_gives_later_units_the_inputs_of_the_smoothed_model_and_the_sou
         def producer(pair):
             return folded[pair.unit].float() if smoothes else None
 
-        Walk(job.plan, job.reader, sets).run(Walker(lambda unit: None, solve, lambda index: None, producer=producer))
+        Walk(job.plan, job.reader, sets, budget=budget).run(Walker(lambda unit: None, solve, lambda index: None, producer=producer))
         return seen
 
     plain, scaled = walked(False), walked(True)
