@@ -11,6 +11,17 @@ import pytest
 from fake_vllm import FAKE_ENGINE, GemqServe, seal
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+INT4_AND_INT8 = """
+version: 1
+name: int4-int8
+summary: int4 g32 for the decoder and int8 for the PLE linears, rounded to nearest
+method: rtn
+rules:
+  - match: [ple]
+    scheme: {weights: {num_bits: 8, strategy: channel}}
+  - match: [decoder]
+    scheme: {weights: {num_bits: 4, strategy: group, group_size: 32}}
+"""
 
 @pytest.fixture(scope="session")
 def fake_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -94,6 +105,16 @@ def gemq() -> Callable[..., None]:
     from gemq.cli import app
 
     return lambda *arguments: app([str(argument) for argument in arguments], standalone_mode=False)
+
+
+@pytest.fixture(scope="session")
+def quantized(gemq: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small trained Gemma 4 in int4, with its PLE linears in int8: every packed format that a recipe writes."""
+    folder = tmp_path_factory.mktemp("quantized")
+    (folder / "recipe.yaml").write_text(INT4_AND_INT8)
+    tiny = ROOT / "tests" / "models" / "gemma4-tiny"
+    gemq("quantize", tiny, "--recipe", folder / "recipe.yaml", "--eval-data", "none", "--output", folder / "gemma4-int4")
+    return folder / "gemma4-int4"
 
 
 def pytest_configure(config: pytest.Config) -> None:

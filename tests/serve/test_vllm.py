@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,17 +41,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 START_SECONDS = 900
 SETTINGS = {"MAX_MODEL_LEN": "1024", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2"}
 PROMPT = [2, 20, 30, 40, 50, 60, 70, 80]
-RECIPE = """
-version: 1
-name: int4-int8
-summary: int4 g32 for the decoder and int8 for the PLE linears, rounded to nearest
-method: rtn
-rules:
-  - match: [ple]
-    scheme: {weights: {num_bits: 8, strategy: channel}}
-  - match: [decoder]
-    scheme: {weights: {num_bits: 4, strategy: group, group_size: 32}}
-"""
 
 
 @dataclass
@@ -90,15 +79,6 @@ def sealed(small_gemma4: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     shutil.copytree(small_gemma4, folder)
     write_seal(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def quantized(gemq: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small trained Gemma 4 in int4, with its PLE linears in int8: every packed format that a recipe writes."""
-    folder = tmp_path_factory.mktemp("quantized")
-    (folder / "recipe.yaml").write_text(RECIPE)
-    gemq("quantize", TINY, "--recipe", folder / "recipe.yaml", "--eval-data", "none", "--output", folder / "gemma4-int4")
-    return folder / "gemma4-int4"
 
 
 @pytest.fixture(scope="module")
