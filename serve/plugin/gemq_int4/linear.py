@@ -59,9 +59,10 @@ def tensor_holds(device: torch.device) -> bool:
 
 def why_tensor_fails(device: torch.device) -> str | None:
     """What is wrong with the tensor cores' kernel here; None if nothing is."""
-    draw = torch.Generator().manual_seed(0)
-    packed = torch.randint(-(2**31), 2**31 - 1, (32, 64), dtype=torch.int32, generator=draw)
-    scales, x = torch.rand((32, 4), generator=draw).to(torch.bfloat16), torch.randn((8, 512), generator=draw).to(torch.bfloat16)
+    draw, here = torch.Generator("cpu").manual_seed(0), {"device": "cpu"}  # a model being loaded may have made the card the default
+    packed = torch.randint(-(2**31), 2**31 - 1, (32, 64), dtype=torch.int32, generator=draw, **here)
+    scales = torch.rand((32, 4), generator=draw, **here).to(torch.bfloat16)
+    x = torch.randn((8, 512), generator=draw, **here).to(torch.bfloat16)
     plain = Layout(4, 512, 128)
     expected = x.double() @ layouts.restore(*layouts.arrange(packed, scales.double(), plain), plain).T
     words = layouts.tile(packed).to(device)
