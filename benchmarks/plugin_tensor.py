@@ -11,16 +11,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from gemq_int4.launch import TensorCut, tensor_expanded, tensor_matvec
-from gemq_int4.layout import tile
-from plugin import SIZES, Weights, compile_all, copy_tb_s, graph_us, group_of, step_shapes, whole_step
+from gemq_int4.launch import TensorCut, matvec, tensor_expanded, tensor_matvec
+from gemq_int4.layout import Layout, tile
+from plugin import SIZES, Weights, compile_all, copy_tb_s, graph_us, group_of, step_shapes, time_cut, whole_step
 
 
-def tensor_cuts(k: int) -> Iterator[TensorCut]:
-    """Cuts of the tensor cores' kernel worth trying."""
+def tensor_cuts(n: int, k: int) -> Iterator[TensorCut]:
+    """Cuts of the tensor cores' kernel worth trying: the fewer rows, the more warps share K."""
     chunks = math.ceil(k / 128)
+    fewest = 1 if n > 100_000 or chunks <= 2 else 2 if n > 8192 else 4
     for warps, eights, at_once in itertools.product((1, 2, 4, 8, 16), (2, 4), (1, 2, 3, 4, 5, 8, 10)):
         each = math.ceil(chunks / warps)
+        if warps < min(fewest, chunks) or (eights == 4 and n <= 8192):
+            continue
         if each % at_once == 0 and each * warps <= 1.25 * chunks and each // at_once <= 20:
             yield TensorCut(warps, eights, at_once)
 
@@ -72,7 +75,7 @@ def check_tensor(shapes: list[tuple[int, int, int]], cut_of: Callable[[int, int,
 def tune_tensor(shapes: dict[tuple[int, int, int], int], weights: Weights, seconds: float, processes: int) -> dict[str, Any]:
     """The best cut of every shape for one row, and what it takes for 2, 4 and 8."""
     began, table = time.monotonic(), {}
-    jobs = {(k, group, (cut.warps, cut.eights, cut.chunks)): None for _, k, group in shapes for cut in tensor_cuts(k)}
+    jobs = {(k, group, (cut.warps, cut.eights, cut.chunks)): None for n, k, group in shapes for cut in tensor_cuts(n, k)}
     print(f"{len(jobs)} tensor kernels to compile", flush=True)
     compile_all(list(jobs), processes, began + seconds * 0.6, _compile_tensor)
     print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
@@ -83,9 +86,10 @@ def tune_tensor(shapes: dict[tuple[int, int, int], int], weights: Weights, secon
         takes = [take_tiles(weights, n, k, group) for _ in range(count)]
         return graph_us([lambda t=t: tensor_matvec(x, *t, None, k, group, cut) for t in takes]) / count
 
-    for (n, k, group), count in shapes.items():
+    plain = shipped(torch.cuda.get_device_name())
+    for (n, k, group), count in sorted(shapes.items(), key=lambda pair: -pair[1] * pair[0][0] * pair[0][1]):  # what weighs most first
         found = []
-        for cut in tensor_cuts(k):
+        for cut in tensor_cuts(n, k):
             if time.monotonic() - began > seconds and found:
                 break
             found.append((timed(n, k, group, cut, 1), cut))
@@ -93,19 +97,27 @@ def tune_tensor(shapes: dict[tuple[int, int, int], int], weights: Weights, secon
         us, best = found[0]
         size = n * k / 2 + (n * k / 64 if group > 0 else 2 * n)
         by_m = {1: us, **{m: timed(n, k, group, best, m) for m in SIZES[1:]}}
-        table[f"{n},{k},{group}"] = {"us": us, "cut": best, "count": count, "by_m": by_m,
+        other = plain.get(f"{n},{k},{group}")
+        plain_us = time_cut(weights, n, Layout(4, k, group), other["by_m"][1][1], 1) if other else None
+        table[f"{n},{k},{group}"] = {"plain_us": plain_us, "us": us, "cut": best, "count": count, "by_m": by_m,
                                      "all": [(round(each, 2), [cut.warps, cut.eights, cut.chunks]) for each, cut in found[:12]]}  # fmt: skip
         ranked = "  ".join(f"{each:.2f} {cut.warps}/{cut.eights}/{cut.chunks}" for each, cut in found[:5])
-        print(f"{n:7d} x {k:5d} g{group:4d} x{count:3d}: {us:7.2f} us {size / us / 1e6:5.2f} TB/s  m8 {by_m[8]:.2f}   {ranked}  ({len(found)} tried)",
-              flush=True)  # fmt: skip
+        rate = f"{us:7.2f} us {size / us / 1e6:5.2f} TB/s  m8 {by_m[8]:.2f}  plain {plain_us or 0:.2f}"
+        print(f"{n:7d} x {k:5d} g{group:4d} x{count:3d}: {rate}  {ranked}  ({len(found)} tried)", flush=True)
     return table
 
 
-def tensor_step(table: dict[str, Any], m: int) -> dict[str, float]:
-    """As `whole_step`, by the tensor cores' kernel."""
+def tensor_step(table: dict[str, Any], m: int, plain: dict[str, Any] | None = None) -> dict[str, float]:
+    """As `whole_step`, by the tensor cores' kernel; by `plain` cuts of the plain one, where it was faster, if they are given."""
     weights, calls = Weights(sum(n * k // 8 for _, n, k in step_shapes()) + (1 << 20)), []
     for name, n, k in step_shapes():
         group = group_of(name)
+        entry = table[f"{n},{k},{group}"]
+        if plain and entry["plain_us"] is not None and entry["us"] > 1.02 * entry["plain_us"]:
+            layout, other = Layout(4, k, group), plain[f"{n},{k},{group}"]["by_m"][m][1]
+            x, own = torch.randn(m, k, device="cuda", dtype=torch.bfloat16), weights.take(n, layout)
+            calls.append(lambda x=x, own=own, layout=layout, other=other: matvec(x, *own, None, layout, other))
+            continue
         cut, x, taken = table[f"{n},{k},{group}"]["cut"], torch.randn(m, k, device="cuda", dtype=torch.bfloat16), take_tiles(weights, n, k, group)
         calls.append(lambda x=x, taken=taken, k=k, group=group, cut=cut: tensor_matvec(x, *taken, None, k, group, cut))
     return {"ms": graph_us(calls, 10) / 1e3, "ms_without_head": graph_us(calls[:-1], 10) / 1e3}
@@ -152,12 +164,13 @@ def tensor(args: argparse.Namespace) -> None:
     table = tune_tensor(shapes, weights, args.seconds, args.processes)
     del weights
     result["shapes"] = {key: {**entry, "cut": [entry["cut"].warps, entry["cut"].eights, entry["cut"].chunks]} for key, entry in table.items()}
-    tuned = {key: entry["cut"] for key, entry in result["shapes"].items()}
+    # the tensor cores' kernel is named for the shapes in which it is no slower for one row; the plain one keeps the others
+    tuned = {key: entry["cut"] for key, entry in result["shapes"].items() if entry["plain_us"] is None or entry["us"] <= 1.02 * entry["plain_us"]}
     (args.out / "tuned_tensor.json").write_text(json.dumps({"card": result["card"], "tensor": tuned}, indent=1))
     result["check"] = check_tensor(list(shapes), lambda n, k, group: [table[key]["cut"] for key in table if key.endswith(f",{k},{group}")])
     result["step"] = {"tensor": {m: tensor_step(table, m) for m in SIZES}}
     plain = shipped(result["card"])
-    for name, step in (("plain", lambda m: whole_step(plain, m)), ("marlin", marlin_step)):
+    for name, step in (("both", lambda m: tensor_step(table, m, plain)), ("plain", lambda m: whole_step(plain, m)), ("marlin", marlin_step)):
         try:
             result["step"][name] = {m: step(m) for m in SIZES}
         except Exception as error:

@@ -164,7 +164,8 @@ class GemqInt4LinearKernel(MPLinearKernel):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         packed, stored_scales = getattr(layer, self.w_q_name), getattr(layer, self.w_s_name)
         how = self.layout
-        if layouts.can_tile(how.bits, packed.shape[0], how.k, how.group) and tensor_holds(packed.device):
+        tiled = layouts.can_tile(how.bits, packed.shape[0], how.k, how.group) and chooser().by_tensor(how, packed.shape[0])
+        if tiled and tensor_holds(packed.device):
             words, scales = layouts.tile(packed.data), stored_scales.data.clone()
             scales = scales.reshape(-1) if how.group == -1 else scales
             chooser().search(words, scales, how.k, how.group)
