@@ -21,7 +21,8 @@ def dequantized_copy(checkpoint: Path, source: Path, recipe: Recipe, out: Path) 
     skeleton, original = load_skeleton(source)
     assert original is not None
     written = ShardReader(checkpoint)
-    state = {name: original.read(name).float() for name in original.tensors}
+    # what is not quantized as the checkpoint has it: a recipe that smooths scales norms
+    state = {name: (written if name in written.tensors else original).read(name).float() for name in original.tensors}
     for unit in make_plan(skeleton, recipe).units:
         for matrix in unit.matrices:
             parts = []
