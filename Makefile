@@ -8,7 +8,7 @@ GEMQ := $(BIN)/gemq
 READY := $(VENV)/ready
 SHARED_DATA ?= ../shared/data
 
-.PHONY: bench-gpu bench-client help quickstart test lint wheel bench-quantize bench-quality bench-slice constraints clean quantize eval-ppl package check serve-env fuzz
+.PHONY: bench-gpu bench-client help quickstart test test-vllm lint wheel bench-quantize bench-quality bench-slice constraints clean quantize eval-ppl package check serve-env fuzz
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -23,8 +23,12 @@ $(READY): pyproject.toml constraints.txt
 quickstart: $(READY)  ## quantize the demo model (Gemma 3 270M) to 4 bits and show its perplexity beside the source's
 	$(GEMQ) quantize gemma-3-270m --recipe w4a16-g32 --samples 16 --length 256 --eval-records 8 --output $${OUTPUT:-out/gemma-3-270m-w4a16-g32}
 
-test: $(READY)  ## run the tests, in two processes
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n 2 --dist loadgroup
+test: $(READY)  ## run the tests, in two processes; those with a real vLLM are in test-vllm
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not vllm"
+
+test-vllm: $(READY)  ## run the tests that start a real vLLM; `make serve-env` first
+	@test -x .venv-vllm/bin/python || { echo "there is no .venv-vllm: run make serve-env first"; exit 2; }
+	$(BIN)/python -m pytest -q -m vllm
 
 serve-env:  ## make .venv-vllm, the environment that vLLM serves in (2.7 GB, some minutes)
 	$(PYTHON) serve/environment.py
