@@ -32,17 +32,26 @@ from gemq.quantize.writing import ReadAhead, Writing
 from gemq.recipes.model import WeightScheme
 
 
+def _is_tritons(module: str) -> bool:
+    """Whether `module` is Python code of Triton's; its compiled part can be loaded once only, and knows no modes."""
+    return module == "triton" or (module.startswith("triton.") and not module.startswith("triton._C"))
+
+
 @contextmanager
 def interpreted(name):
-    """The module `name`, imported so that Triton interprets it; nothing of it stays."""
-    before, held = os.environ.get("TRITON_INTERPRET"), sys.modules.pop(name, None)
+    """The module `name`, imported so that Triton interprets it; nothing of it stays.
+
+    Triton decides when it is imported whether its own functions are interpreted, and another test of this process may have imported it.
+    """
+    before = os.environ.get("TRITON_INTERPRET")
+    held = {key: sys.modules.pop(key) for key in list(sys.modules) if key == name or _is_tritons(key)}
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         yield importlib.import_module(name)
     finally:
-        sys.modules.pop(name, None)
-        if held is not None:
-            sys.modules[name] = held
+        for key in [key for key in sys.modules if key == name or _is_tritons(key)]:
+            del sys.modules[key]
+        sys.modules.update(held)
         os.environ.pop("TRITON_INTERPRET")
         if before is not None:
             os.environ["TRITON_INTERPRET"] = before
