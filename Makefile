@@ -14,13 +14,22 @@ SHARED_DATA ?= ../shared/data
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-$(READY): pyproject.toml constraints.txt
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools -e
+
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' || { echo "gemq needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 2; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools -e '.[dev]'
+	$(PYTHON) -m venv $(VENV)
+
+$(READY): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) '.[dev]'
 	touch $@
 
-quickstart: $(READY)  ## quantize the demo model (Gemma 3 270M) to 4 bits and show its perplexity beside the source's
+# what a newcomer waits for: gemq and the demo model's reader, half of what the tests need
+$(VENV)/quick: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) '.[demo]'
+	touch $@
+
+quickstart: $(VENV)/quick  ## quantize the demo model (Gemma 3 270M) to 4 bits and show its perplexity beside the source's
 	$(GEMQ) quantize gemma-3-270m --recipe w4a16-g32 --samples 16 --length 256 --eval-records 8 --output $${OUTPUT:-out/gemma-3-270m-w4a16-g32}
 
 test: $(READY)  ## run the tests, in two processes; those with a real vLLM are in test-vllm
