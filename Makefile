@@ -30,7 +30,7 @@ $(VENV)/quick: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@
 
 quickstart: $(VENV)/quick  ## quantize the demo model (Gemma 3 270M) to 4 bits and show its perplexity beside the source's
-	$(GEMQ) quantize gemma-3-270m --recipe w4a16-g32 --samples 16 --length 256 --eval-records 8 --output $${OUTPUT:-out/gemma-3-270m-w4a16-g32}
+	$(GEMQ) quantize gemma-3-270m --recipe w4a16-g32 --samples 16 --length 128 --eval-records 8 --output $${OUTPUT:-out/gemma-3-270m-w4a16-g32}
 
 test: $(READY)  ## run the tests, in two processes; those with a real vLLM are in test-vllm
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not vllm"
