@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,11 @@ def step_shapes() -> list[tuple[str, int, int]]:
 def group_of(name: str) -> int:
     """The body's groups are 128, the head has one scale a row, as in the recipes."""
     return -1 if name == "head" else 128
+
+
+def shapes_of_a_step() -> dict[tuple[int, int, int], int]:
+    """(N, K, group) of a step's linears -> how many there are."""
+    return Counter((n, k, group_of(name)) for name, n, k in step_shapes())
 
 
 def cuts(layout: Layout, n: int, blocks: tuple[int, ...] = (1, 2, 4, 8)) -> Iterator[Cut]:
@@ -259,9 +265,7 @@ def copy_tb_s() -> float:
 
 
 def kernels(args: argparse.Namespace) -> None:
-    shapes: dict[tuple[int, int, int], int] = {}
-    for name, n, k in step_shapes():
-        shapes[(n, k, group_of(name))] = shapes.get((n, k, group_of(name)), 0) + 1
+    shapes = shapes_of_a_step()
     result: dict[str, Any] = {"card": torch.cuda.get_device_name(), "copy_tb_s": copy_tb_s()}
     torch.cuda.empty_cache()
     result["launch_us"] = empty_launches()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from gemq_int4.launch import TensorCut, matvec, tensor_expanded, tensor_matvec
 from gemq_int4.layout import Layout, tile
-from plugin import SIZES, Weights, compile_all, copy_tb_s, graph_us, group_of, step_shapes, time_cut, whole_step
+from plugin import SIZES, Weights, compile_all, copy_tb_s, graph_us, group_of, shapes_of_a_step, step_shapes, time_cut, whole_step
 
 
 def tensor_cuts(n: int, k: int) -> Iterator[TensorCut]:
@@ -152,9 +152,7 @@ def shipped(card: str) -> dict[str, Any]:
 
 def tensor(args: argparse.Namespace) -> None:
     """Check, tune and time the tensor cores' kernel; then a step by the plain kernel and by Marlin, side by side."""
-    shapes: dict[tuple[int, int, int], int] = {}
-    for name, n, k in step_shapes():
-        shapes[(n, k, group_of(name))] = shapes.get((n, k, group_of(name)), 0) + 1
+    shapes = shapes_of_a_step()
     result: dict[str, Any] = {"card": torch.cuda.get_device_name(), "copy_tb_s": copy_tb_s()}
     torch.cuda.empty_cache()
     args.out.mkdir(parents=True, exist_ok=True)

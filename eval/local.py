@@ -205,14 +205,22 @@ class Head:
     @torch.inference_mode()
     def log_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
         """The log-softmax [positions, vocabulary] float32 of hidden states [positions, hidden size]."""
-        logits = self.logits(hidden).float()
-        # not log_softmax: over 262,144 tokens its float32 sum loses the tail, 1e-5 to 2e-5 nats a token, always in the model's favour
-        return logits.sub_(logits.logsumexp(-1, keepdim=True))
+        return self.normalized(self.logits(hidden))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The capped logits [positions, vocabulary] in the model's dtype."""
-        logits = self.projection(hidden)
+        return self.capped(self.projection(hidden))
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """`logits` under the soft cap, if there is one."""
         return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
+
+    @staticmethod
+    def normalized(logits: torch.Tensor) -> torch.Tensor:
+        """The log-softmax in float32 of capped `logits`, whose memory it may take."""
+        logits = logits.float()
+        # not log_softmax: over 262,144 tokens its float32 sum loses the tail, 1e-5 to 2e-5 nats a token, always in the model's favour
+        return logits.sub_(logits.logsumexp(-1, keepdim=True))
 
 
 class LocalModel:

@@ -156,7 +156,7 @@ class ByLayer:
     """Per-layer inputs [batch, length, layers, dim], laid out by layers; `[:, :, i, :]` gives layer i's on the device."""
 
     def __init__(self, inputs: torch.Tensor, activations: Activations) -> None:
-        self._device, self._shape = inputs.device, inputs.shape
+        self._device = inputs.device
         by_layer = inputs.permute(2, 0, 1, 3).contiguous()
         self._host: torch.Tensor | None = None
         if activations.room_for(by_layer.nbytes):

@@ -158,13 +158,8 @@ class HeldOut:
         for first, rows in pieces:
             for states, made in zip(self._states, logits, strict=True):
                 made[:, first : first + rows.shape[0]] = states @ rows.to(states).T
-        cap = self._loaded.head.softcap
-
-        def logs(made: torch.Tensor) -> torch.Tensor:
-            made = torch.tanh(made / cap) * cap if cap else made
-            return made.float() - made.float().logsumexp(-1, keepdim=True)
-
-        return self._mean(logs(made) for made in logits)
+        head = self._loaded.head
+        return self._mean(head.normalized(head.capped(made)) for made in logits)
 
     def _mean(self, logs: Iterator[torch.Tensor]) -> float:
         total = 0.0

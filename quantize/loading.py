@@ -144,13 +144,6 @@ class LayerLoader:
         return {name: self._reader.read(tensor, pinned=pinned) for name, tensor in self._skeleton.layer_tensors(index).items()}
 
 
-def load_layer(
-    skeleton: Skeleton, reader: ShardReader, index: int, device: torch.device, replaced: dict[str, torch.Tensor] | None = None
-) -> None:
-    """Give layer `index` its weights, in float32; `replaced` maps modules to weights that stand for the source's."""
-    LayerLoader(skeleton, reader, device, torch.float32).load(index, replaced)
-
-
 def prepare_decoder(skeleton: Skeleton, reader: ShardReader, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
     """Give the decoder everything outside its layers: embeddings that read from the source, norms, rotary tables, the PLE projection."""
     decoder = skeleton.decoder

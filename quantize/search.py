@@ -152,8 +152,8 @@ class Search:
             # what was predicted against what came out tells how far the next prediction may go
             last_hope = built + 1 == self.builds and not any(one.meets(budget) for one in [*known, *tried])
             reach = trial.predicted * (_LAST_AIM if last_hope else _AIM) * budget.nats / upper if upper > 0 else 2 * reach
-        return self._publish(_winner([*tried, *(one for one in known if one not in tried)], budget), [*tried, *(
-            one for one in known if one not in tried)])  # fmt: skip
+        everything = [*tried, *(one for one in known if one not in tried)]
+        return self._publish(_winner(everything, budget), everything)
 
     def _build(self, mix: dict[str, str], predicted: float, cost: float) -> Trial:
         base, budget = self.job.plan.recipe, self.budget

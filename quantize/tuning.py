@@ -8,7 +8,7 @@ but for a whole model that it calibrates by itself, not for a layer that stands 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,7 +138,3 @@ def _backward(layer: nn.Module, latents: dict[str, _Latent], call: Call) -> None
 def _error(layer: nn.Module, latents: dict[str, _Latent], calls: Sequence[Call]) -> float:
     with torch.no_grad():
         return sum(_loss(_output(layer, latents, call), call.target).item() for call in calls) / len(calls)
-
-
-Tune = Callable[[int, nn.Module, list[Call]], bool]
-"""Given a layer's index, the layer and its calls: tunes it, puts what it gained into the layer's weights, says whether there was any."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from greenlet import getcurrent, greenlet
+from greenlet import getcurrent
 from torch import nn
 
 from gemq.errors import IntegrityError
@@ -29,96 +29,11 @@ from gemq.quantize.multimodal import DecoderInputs
 from gemq.quantize.phases import Phases
 from gemq.quantize.plan import Pair, Plan, Unit
 from gemq.quantize.replay import LayerCall, Reached, Replays
+from gemq.quantize.streams import AtExperts, AtLayer, AtUnit, Done, LeavingLayer, Stream
 from gemq.quantize.tuning import Call
 from gemq.shards import ShardReader
 
 Media = Callable[[], dict[str, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class _AtLayer:
-    index: int
-    embeddings: torch.Tensor | None  # what the first layer reads
-    call: LayerCall
-
-
-@dataclass(frozen=True)
-class _AtUnit:
-    unit: Unit
-    inputs: torch.Tensor
-    before: torch.Tensor | None = None  # what the norm read that made them, where smoothing may change it
-
-    def without_inputs(self) -> _AtUnit:
-        return _AtUnit(self.unit, self.inputs.new_empty(0))
-
-
-@dataclass(frozen=True)
-class _AtExperts:
-    layer: int
-    hidden: torch.Tensor  # [tokens, in]
-    chosen: torch.Tensor  # [tokens, k] expert numbers
-
-
-@dataclass(frozen=True)
-class _LeavingLayer:
-    index: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: torch.Tensor
-
-
-@dataclass(frozen=True)
-class _Done:
-    hidden: torch.Tensor
-
-    def without_hidden(self) -> _Done:
-        return _Done(self.hidden.new_empty(0))
-
-
-class _Stream:
-    """The forwards of all batches, which stand at one place of the decoder together."""
-
-    def __init__(self, forward: Callable[[Any], _Done], batches: Sequence[Any], seen: Callable[[int, Any], None]) -> None:
-        self._runs, self._batches, self._seen = [greenlet(forward) for _ in batches], batches, seen
-        self.events: list[Any] = [None] * len(batches)
-        self._embeddings: list[torch.Tensor | None] = [None] * len(batches)
-
-    def start(self) -> None:
-        """Bring every batch to its first stop; `seen` hears of each arrival."""
-        for position, (run, batch) in enumerate(zip(self._runs, self._batches, strict=True)):
-            self._arrive(position, run.switch(batch))
-
-    def resume(self, again: bool = False) -> None:
-        """Bring every batch from where it stands to its next stop. What nothing reads any more is freed on the way.
-
-        `again`: the layer that the batches are leaving has changed, and is computed once more.
-        """
-        stand = _place(self.events[0])
-        for position, run in enumerate(self._runs):
-            if _place(self.events[position]) != stand:
-                raise AssertionError(f"batches stand at {stand} and at {_place(self.events[position])}")
-            spent = _spent_by(self.events[position])
-            # the event is dropped before its batch goes on: the input it holds may be the batch's largest tensor
-            self.events[position] = None
-            event = run.switch(again)
-            if isinstance(event, _AtLayer) and event.index == 1 and (embeddings := self._embeddings[position]) is not None:
-                spent.append(embeddings)
-                self._embeddings[position] = None
-            for tensor in spent:
-                tensor.untyped_storage().resize_(0)  # a paused frame still names it
-            self._arrive(position, event)
-
-    def _arrive(self, position: int, event: Any) -> None:
-        if isinstance(event, _AtLayer) and event.embeddings is not None:
-            self._embeddings[position] = event.embeddings
-        self.events[position] = event
-        self._seen(position, event)
-
-    def close(self) -> None:
-        """End every forward that has not come to its end."""
-        for run in self._runs:
-            if run and not run.dead:
-                run.throw()
 
 
 @dataclass
@@ -176,7 +91,7 @@ class Walk:
         self._unit_of = plan.quantized_matrices
         self._solved: set[str] = set()
         self._hessians: dict[str, Hessian] = {}
-        self._source: _Stream | None = None
+        self._source: Stream | None = None
         self._replays: Replays | None = None
         self._restored_layers: set[int | None] = set()
         self._before_norm: dict[Any, torch.Tensor] = {}  # by greenlet
@@ -189,7 +104,7 @@ class Walk:
         hooks = self._hooks()
         quantized = self._stream()
         if self.plan.recipe.gptq.asymmetric or self.plan.recipe.tuning:
-            self._source = _Stream(self._forward, self.batches, lambda position, event: None)
+            self._source = Stream(self._forward, self.batches, lambda position, event: None)
         try:
             restored = self._restore(walker, None)
             if self._source is not None:
@@ -201,20 +116,20 @@ class Walk:
             if self._before_decoder is not None:
                 self._before_decoder.release()
             layer: int | None = None
-            while not isinstance(event := quantized.events[0], _Done):
-                if isinstance(event, _AtLayer):
+            while not isinstance(event := quantized.events[0], Done):
+                if isinstance(event, AtLayer):
                     self._leave(layer, walker)
                     layer = event.index
                     self._enter(layer, self._restore(walker, layer))
                     self._solve_without_inputs(layer, walker)
-                elif isinstance(event, _AtExperts):
+                elif isinstance(event, AtExperts):
                     self._solve_experts(quantized.events, walker)
-                elif isinstance(event, _LeavingLayer):
+                elif isinstance(event, LeavingLayer):
                     self._tune(quantized.events, walker)
                 else:
                     self._solve(event.unit, walker)
                     self._refresh(event.unit, quantized.events, walker)
-                leaving = isinstance(event, _LeavingLayer)
+                leaving = isinstance(event, LeavingLayer)
                 del event
                 with self.phases("forward"):
                     quantized.resume(again=leaving)
@@ -229,9 +144,9 @@ class Walk:
             self._loader.close()
             self.skeleton.decoder.__dict__.pop("project_per_layer_inputs", None)
 
-    def _stream(self) -> _Stream | Replays:
+    def _stream(self) -> Stream | Replays:
         if self.budget is None or walks_source(self.plan):
-            return _Stream(self._forward, self.batches, self._observe)
+            return Stream(self._forward, self.batches, self._observe)
         tokens = sum(batch.numel() for batch in self.batches if isinstance(batch, torch.Tensor))
         values = tokens * self.dtype.itemsize
         hidden, shared = values * self.skeleton.text.hidden_size, values * shared_kv_values(self.plan)
@@ -265,7 +180,7 @@ class Walk:
         return self._source.events[position] if self._source is not None and self.plan.recipe.gptq.asymmetric else None
 
     def _observe(self, position: int, event: Any) -> None:
-        if not isinstance(event, _AtUnit) or not self.plan.reads_inputs(event.unit):
+        if not isinstance(event, AtUnit) or not self.plan.reads_inputs(event.unit):
             return
         hessian = self._hessians.get(event.unit.name)
         if hessian is None:
@@ -274,26 +189,26 @@ class Walk:
         with self.phases.on_device("statistics"):
             hessian.add(event.inputs, None if source is None else source.inputs)
 
-    def _forward(self, batch: torch.Tensor | Media) -> _Done:
+    def _forward(self, batch: torch.Tensor | Media) -> Done:
         if isinstance(batch, torch.Tensor):
             arguments: dict[str, Any] = {"input_ids": batch.to(self.device), "use_cache": False}
         else:
             assert self._before_decoder is not None
             arguments = {name: _as(value, self.dtype) for name, value in self._before_decoder(batch()).items()}
-        return _Done(self.skeleton.decoder(**arguments).last_hidden_state)
+        return Done(self.skeleton.decoder(**arguments).last_hidden_state)
 
     def _hooks(self) -> list[Any]:
         def pause_at_layer(index: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
                 if (parent := getcurrent().parent) is not None:  # None: a layer that is being tuned
-                    parent.switch(_AtLayer(index, args[0] if index == 0 else None, LayerCall(index, module, args, kwargs)))
+                    parent.switch(AtLayer(index, args[0] if index == 0 else None, LayerCall(index, module, args, kwargs)))
 
             return hook
 
         def pause_at_unit(unit: Unit) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
                 if unit.name not in self._solved:
-                    self._pause(_AtUnit(unit, args[0], self._before_norm.pop(getcurrent(), None)))
+                    self._pause(AtUnit(unit, args[0], self._before_norm.pop(getcurrent(), None)))
 
             return hook
 
@@ -307,7 +222,7 @@ class Walk:
         def pause_at_experts(layer: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
                 if any(unit.name not in self._solved for unit in self._expert_units(layer)):
-                    self._pause(_AtExperts(layer, args[0], args[1]))
+                    self._pause(AtExperts(layer, args[0], args[1]))
 
             return hook
 
@@ -316,7 +231,7 @@ class Walk:
                 parent = getcurrent().parent
                 if parent is None or index in self._restored_layers:
                     return None
-                again = parent.switch(_LeavingLayer(index, args, kwargs, output))
+                again = parent.switch(LeavingLayer(index, args, kwargs, output))
                 return module.forward(*args, **kwargs) if again else None  # the layer has become another since
 
             return hook
@@ -388,7 +303,7 @@ class Walk:
             for module, weight in zip(modules, weights, strict=True):
                 module.weight.data.copy_(weight)
 
-    def _refresh(self, unit: Unit, events: list[_AtUnit], walker: Walker) -> None:
+    def _refresh(self, unit: Unit, events: list[AtUnit], walker: Walker) -> None:
         """Give the producer of a smoothed unit its new weight, and each batch that stands at the unit what it makes now.
 
         To the last bit what a run makes that starts with the new weight: a norm is computed again, rows are divided by powers of two.
@@ -411,7 +326,7 @@ class Walk:
         for event in standing:
             event.inputs.copy_(producer.forward(event.before))
 
-    def _tune(self, events: list[_LeavingLayer], walker: Walker) -> None:
+    def _tune(self, events: list[LeavingLayer], walker: Walker) -> None:
         assert self._source is not None
         assert walker.tune is not None
         index = events[0].index
@@ -429,7 +344,7 @@ class Walk:
     def _expert_units(self, layer: int) -> list[Unit]:
         return [unit for unit in self.plan.units if unit.layer == layer and unit.matrices[0].experts is not None]
 
-    def _solve_experts(self, events: list[_AtExperts], walker: Walker) -> None:
+    def _solve_experts(self, events: list[AtExperts], walker: Walker) -> None:
         layer = events[0].layer
 
         def rows_of(expert: int) -> torch.Tensor:
@@ -441,7 +356,7 @@ class Walk:
         self._lead()
         walker.solve_experts(units, self.skeleton.decoder.layers[layer].experts, rows_of)
 
-    def _solve_head(self, events: list[_Done], walker: Walker) -> None:
+    def _solve_head(self, events: list[Done], walker: Walker) -> None:
         unit = self._unit_of.get("lm_head")
         if unit is None or walker.restored(unit) is not None:
             return
@@ -457,20 +372,3 @@ class Walk:
 def _as(value: Any, dtype: torch.dtype) -> Any:
     """A float tensor in the dtype of the walk; anything else as it is."""
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
-def _place(event: Any) -> object:
-    if isinstance(event, _AtUnit):
-        return event.unit.name
-    if isinstance(event, _AtExperts):
-        return f"the experts of layer {event.layer}"
-    if isinstance(event, _LeavingLayer):
-        return f"the end of layer {event.index}"
-    return event.index if isinstance(event, _AtLayer) else "the end"
-
-
-def _spent_by(event: Any) -> list[torch.Tensor]:
-    """What nothing reads any more when the batch of `event` has come to its next stop."""
-    if isinstance(event, _AtUnit) and event.unit.matrices[0].kind.input_is_spent:
-        return [event.inputs]
-    return []

@@ -125,6 +125,15 @@ def _bytes_of(flat: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
+def _opened(descriptors: dict[Path, int], opening: Lock, path: Path, flags: int) -> int:
+    """The descriptor of `path` in `descriptors`, opened by the first thread that asks."""
+    with opening:
+        descriptor = descriptors.get(path)
+        if descriptor is None:
+            descriptor = descriptors[path] = os.open(path, flags | os.O_CLOEXEC)
+        return descriptor
+
+
 class ShardReader:
     """The tensors of a checkpoint directory by name; opens each shard once and never maps it."""
 
@@ -226,7 +235,7 @@ class ShardReader:
         self._read_view(path, offset, _bytes_of(out))
 
     def _read_view(self, path: Path, offset: int, view: memoryview) -> None:
-        descriptor = self._descriptors.get(path) or self._descriptor(path)
+        descriptor = self._descriptors.get(path) or _opened(self._descriptors, self._opening, path, os.O_RDONLY)
         done = 0
         while done < len(view):
             count = os.preadv(descriptor, [view[done:]], offset + done)
@@ -237,13 +246,6 @@ class ShardReader:
     def read_into(self, info: TensorInfo, start: int, out: torch.Tensor) -> None:
         """Fill `out`, contiguous uint8, with raw bytes of a tensor from byte `start` of it."""
         self._read_into(info.path, info.offset + start, out)
-
-    def _descriptor(self, path: Path) -> int:
-        with self._opening:
-            descriptor = self._descriptors.get(path)
-            if descriptor is None:
-                descriptor = self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            return descriptor
 
     def close(self) -> None:
         """Close the shards; the reader opens them again when it is asked for a tensor."""
@@ -371,10 +373,7 @@ class ShardWriter:
             self._write_at(info.path, info.offset + first, _bytes_of(piece))
 
     def _write_at(self, path: Path, offset: int, view: memoryview) -> None:
-        with self._opening:
-            descriptor = self._descriptors.get(path)
-            if descriptor is None:
-                descriptor = self._descriptors[path] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = _opened(self._descriptors, self._opening, path, os.O_RDWR)
         done = 0
         while done < len(view):
             done += os.pwrite(descriptor, view[done : done + _COPY_BYTES], offset + done)

@@ -6,6 +6,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from gemq import atomic
 from gemq.calibration.sets import CalibrationSet
 from gemq.quantize.plan import make_plan
 from gemq.quantize.run import Job, Outcome, quantize
@@ -28,6 +31,19 @@ def make_job(source: Path, output: Path, recipe: str | Recipe = "w4a16-g32", **o
     calibration = options.pop("calibration", None) or CalibrationSet.of(windows(skeleton.text.vocab_size), {"kind": "test"})
     plan = make_plan(skeleton, used)
     return Job(Source(source.name, "local", source, None), plan, reader, calibration, output, options.pop("seed", 0), **options)
+
+
+def stop_job(monkeypatch: pytest.MonkeyPatch, point: str, source: Path, output: Path, recipe: str | Recipe, **options: Any) -> None:
+    """Carry a job out until it passes the write point `point`, where it is interrupted as by Ctrl-C."""
+
+    def stop(name: str) -> None:
+        if name == point:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(atomic, "write_point", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run_job(source, output, recipe, **options)
 
 
 def run_job(source: Path, output: Path, recipe: str | Recipe = "w4a16-g32", **options: Any) -> Outcome:

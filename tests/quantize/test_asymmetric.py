@@ -6,9 +6,8 @@ import pytest
 import torch
 from tests.models.gemma4 import build
 from tests.quantize.problems import problem
-from tests.quantize.small_jobs import make_job, run_job, windows
+from tests.quantize.small_jobs import make_job, run_job, stop_job, windows
 
-from gemq import atomic
 from gemq.quantize import gptq
 from gemq.quantize.walk import Walk, Walker
 from gemq.recipes.model import Gptq, parse_recipe
@@ -114,16 +113,5 @@ def captured_inputs(directory, sets, job, scale):
 
 def test_a_recipe_with_asymmetric_targets_runs_and_resumes_to_the_same_bytes(gemma3, tmp_path, monkeypatch):
     whole = run_job(gemma3, tmp_path / "whole", RECIPE)
-    points = []
-
-    def stop(name):
-        points.append(name)
-        if name == "solved:layer 1":
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(atomic, "write_point", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run_job(gemma3, tmp_path / "resumed", RECIPE)
-    assert "solved:layer 1" in points
+    stop_job(monkeypatch, "solved:layer 1", gemma3, tmp_path / "resumed", RECIPE)
     assert run_job(gemma3, tmp_path / "resumed", RECIPE).seal == whole.seal

@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from tests.models import gemma4
 from tests.models.rough import roughen
 from tests.quantize.problems import INT4, problem
-from tests.quantize.small_jobs import make_job, run_job, windows
+from tests.quantize.small_jobs import make_job, run_job, stop_job, windows
 
-from gemq import atomic
 from gemq.errors import UsageError
 from gemq.quantize import gptq, smoothing
 from gemq.quantize.architectures import ARCHITECTURES, Architecture
@@ -200,15 +199,7 @@ def mixed():
 @pytest.mark.parametrize("made", [recipe(), mixed()], ids=["gptq", "asymmetric, half of it rtn"])
 def test_a_run_that_stops_in_the_middle_ends_in_the_same_bytes(made, rough, smoothed, tmp_path, monkeypatch):
     whole = smoothed[1] if made == recipe() else run_job(rough, tmp_path / "whole", made)
-
-    def stop(name):
-        if name == "solved:layer 1":
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(atomic, "write_point", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run_job(rough, tmp_path / "resumed", made)
+    stop_job(monkeypatch, "solved:layer 1", rough, tmp_path / "resumed", made)
     resumed = run_job(rough, tmp_path / "resumed", made)
     assert resumed.seal == whole.seal
     assert resumed.manifest == whole.manifest

@@ -6,10 +6,9 @@ import pytest
 import torch
 from tests.models.gemma4 import build
 from tests.quantize.problems import INT4
-from tests.quantize.small_jobs import make_job, run_job, windows
+from tests.quantize.small_jobs import make_job, run_job, stop_job, windows
 from torch import nn
 
-from gemq import atomic
 from gemq.errors import UsageError
 from gemq.quantize import rtn
 from gemq.quantize.scales import restore
@@ -168,13 +167,5 @@ def test_a_tuned_checkpoint_tells_what_each_layer_gained_and_a_stopped_run_ends_
     reports = [unit["layer_tuning"] for unit in whole.manifest["units"].values()]
     assert any(report["kept"] for report in reports)
     assert all(report["after"] < report["before"] if report["kept"] else report["after"] == report["before"] for report in reports)
-
-    def stop(name):
-        if name == "tuned:layer 1":
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(atomic, "write_point", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run_job(gemma3, tmp_path / "resumed", RECIPE)
+    stop_job(monkeypatch, "tuned:layer 1", gemma3, tmp_path / "resumed", RECIPE)
     assert run_job(gemma3, tmp_path / "resumed", RECIPE).seal == whole.seal

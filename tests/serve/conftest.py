@@ -9,19 +9,10 @@ from pathlib import Path
 
 import pytest
 from fake_vllm import FAKE_ENGINE, GemqServe, seal
+from recipe_texts import INT4_AND_INT8
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-INT4_AND_INT8 = """
-version: 1
-name: int4-int8
-summary: int4 g32 for the decoder and int8 for the PLE linears, rounded to nearest
-method: rtn
-rules:
-  - match: [ple]
-    scheme: {weights: {num_bits: 8, strategy: channel}}
-  - match: [decoder]
-    scheme: {weights: {num_bits: 4, strategy: group, group_size: 32}}
-"""
+
 
 @pytest.fixture(scope="session")
 def fake_site(tmp_path_factory: pytest.TempPathFactory) -> Path:

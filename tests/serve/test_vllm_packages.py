@@ -17,6 +17,7 @@ from typing import Any
 import harness
 import pytest
 from fake_vllm import alive, wait_until
+from recipe_texts import INT4, INT4_AND_INT8
 
 from gemq.eval.ppl import evaluate_ppl
 from gemq.serve.watchdog import descendants
@@ -26,28 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = ROOT / "tests" / "models" / "gemma4-tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LARGEST_DIFFERENCE = 0.005
-RECIPES = {
-    "gemma4": """
-version: 1
-name: int4-int8
-summary: int4 g32 for the decoder and int8 for the PLE linears, rounded to nearest
-method: rtn
-rules:
-  - match: [ple]
-    scheme: {weights: {num_bits: 8, strategy: channel}}
-  - match: [decoder]
-    scheme: {weights: {num_bits: 4, strategy: group, group_size: 32}}
-""",
-    "gemma3": """
-version: 1
-name: int4
-summary: int4 g32 for the decoder, rounded to nearest
-method: rtn
-rules:
-  - match: [decoder]
-    scheme: {weights: {num_bits: 4, strategy: group, group_size: 32}}
-""",
-}
+RECIPES = {"gemma4": INT4_AND_INT8, "gemma3": INT4}
 CASES = [("lowbarena", "gemma4", "gptq"), ("efficient-gemma", "gemma3", "gptq"), ("lowbarena", "gemma3", "compressed-tensors")]
 
 

@@ -28,7 +28,7 @@ def test_every_gate_has_a_value_a_limit_and_a_margin(
     expected = evaluate_ppl(str(quantized), data, device="cpu", dtype="float32").ppl.value
     settings = {"MAX_MODEL_LEN": "1024", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2"}
     done = subprocess.run(
-        [sys.executable, "-m", "gemq", "rehearse", package, "--arena", "efficient-gemma", "--scale", "0.02", "--ppl", data,
+        [sys.executable, "-m", "gemq", "rehearse", package, "--arena", "efficient-gemma", "--scale", "0.06", "--ppl", data,
          "--reference-ppl", str(expected), "--engine", "transformers", "--python", vllm_python, "--output", out, "--json"],
         env={**os.environ, **settings}, capture_output=True, text=True, timeout=1500, check=False,
     )  # fmt: skip
