@@ -161,8 +161,9 @@ def profile(source: Path, ids: Path, samples: int, out: Path, recipe: str) -> No
     from torch.profiler import profile as profiled
 
     from gemq.calibration.sets import load_calibration
+    from gemq.quantize.job import Job
     from gemq.quantize.plan import make_plan
-    from gemq.quantize.run import Job, quantize
+    from gemq.quantize.run import quantize
     from gemq.quantize.skeleton import load_skeleton
     from gemq.recipes.model import load_recipe
     from gemq.source import Source

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
-import gemq
 from gemq import atomic, output
 from gemq.calibration.media import media_inputs
-from gemq.calibration.sets import CalibrationSet
 from gemq.errors import UsageError
 from gemq.memory import return_freed_memory
 from gemq.quantize import gptq, smoothing
@@ -27,10 +23,11 @@ from gemq.quantize.checkpoint import accounts, write_companions
 from gemq.quantize.experts import solve_experts
 from gemq.quantize.folds import Folds
 from gemq.quantize.gpu import budget_of
-from gemq.quantize.journal import Journal, Resume, is_fresh, open_journal
+from gemq.quantize.job import Job, identity_of, manifest_of
+from gemq.quantize.journal import Journal, is_fresh, open_journal
 from gemq.quantize.loading import FiniteCheck
 from gemq.quantize.phases import Phases
-from gemq.quantize.plan import Pair, Plan, Stored, Unit, stored_matrices
+from gemq.quantize.plan import Pair, Stored, Unit, stored_matrices
 from gemq.quantize.provenance import PROVENANCE_FILE
 from gemq.quantize.rtn import round_to_nearest
 from gemq.quantize.scales import restore
@@ -39,27 +36,12 @@ from gemq.quantize.skeleton import Matrix
 from gemq.quantize.tuning import Call, Solved, tune
 from gemq.quantize.walk import Walk, Walker
 from gemq.quantize.writing import ReadAhead, Request, Writing, threads_for
-from gemq.shards import ShardReader, ShardWriter
-from gemq.source import Source, file_hashes
+from gemq.shards import ShardWriter
+from gemq.source import file_hashes
 
 _ROWS_AT_ONCE = 1 << 24  # weights in float32 that a matrix outside the layers is read and written by: 64 MiB
 _REST = "outside the layers"
 _TABLES = "the tables"
-
-
-@dataclass(frozen=True)
-class Job:
-    """Everything that decides what the checkpoint will be, and where it goes."""
-
-    source: Source
-    plan: Plan
-    reader: ShardReader
-    calibration: CalibrationSet | None
-    output: Path
-    seed: int
-    device: str = "cpu"
-    resume: Resume = "auto"
-    gpu_memory_bytes: int | None = None  # None: 8 GiB
 
 
 @dataclass(frozen=True)
@@ -92,7 +74,7 @@ def quantize(job: Job, measure: Callable[[Path], list[dict[str, Any]]] | None = 
         try:
             run.copy_rest()
             run.solve()
-            manifest = run.manifest()
+            manifest = manifest_of(job, run.hashes, run.journal.reports)
             run.finish(manifest)
             seconds = time.monotonic() - started
             describe = run.describe(manifest, [] if measure is None else measure(run.directory))
@@ -107,12 +89,6 @@ def quantize(job: Job, measure: Callable[[Path], list[dict[str, Any]]] | None = 
         finally:
             run.stop()
     return Outcome(job.output, seal, manifest, seconds, run.phases.seconds)
-
-
-def versions() -> dict[str, str]:
-    """The versions that a result depends on."""
-    packages = {name: version(name) for name in ("torch", "transformers", "compressed-tensors", "safetensors")}
-    return {"gemq": gemq.__version__, "python": platform.python_version(), **packages}
 
 
 class _Run:
@@ -131,15 +107,7 @@ class _Run:
         if not later:
             with self.phases("hash the source"):
                 self.hashes = file_hashes(job.source.directory)
-        identity = {
-            "source": self.hashes,
-            "recipe": self.plan.recipe.model_dump(mode="json"),
-            "calibration": job.calibration.sha256 if job.calibration and needs else None,
-            "seed": job.seed,
-            "device": torch.device(job.device).type,
-            "threads": _threads_that_matter(job),
-            "versions": versions(),
-        }
+        identity = identity_of(job, self.hashes)
         self.directory = partial / "checkpoint"
         self.writer = ShardWriter(self.directory, self.plan.specs)
         already = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file()) if partial.exists() else 0
@@ -412,31 +380,6 @@ class _Run:
         kind = "output_error" if "output_error" in report else "weight_error"
         self._advance(1, f"{unit.name} {kind.replace('_', ' ')} {report[kind]:.2e} in {time.monotonic() - started:.1f} s")
 
-    def manifest(self) -> dict[str, Any]:
-        """What was done, without anything that differs between two runs that give the same bytes."""
-        before, after = self.plan.bytes_per_token()
-        calibration = self.job.calibration if self.plan.recipe.needs_calibration else None
-        return {
-            "version": 1,
-            "source": {"model": _name_of(self.job.source), "revision": self.job.source.revision, "files": self.hashes},
-            "recipe": self.plan.recipe.name,
-            "calibration": None if calibration is None else {"sha256": calibration.sha256, **calibration.description},
-            "seed": self.job.seed,
-            "device": torch.device(self.job.device).type,
-            "threads": _threads_that_matter(self.job),
-            "versions": versions(),
-            "bytes": {"source": self.plan.source_bytes(), "checkpoint": self.plan.checkpoint_bytes(), "per_token_source": int(before),
-                      "per_token_checkpoint": int(after), "bits_per_decoder_weight": round(self.plan.bits_per_weight(), 4)},
-            "dropped_tensors": self.plan.dropped,
-            **({} if self.plan.recipe.smoothing is None else {"smoothed_tensors": self._smoothed_tensors()}),
-            "units": {unit.name: self.journal.reports[unit.name] for unit in self.plan.units},
-        }  # fmt: skip
-
-    def _smoothed_tensors(self) -> list[str]:
-        """The producers that smoothing changed, by their names in the source."""
-        reports = (self.journal.reports[unit.name].get("smoothing", {"kept": ""}) for unit in self.plan.units)
-        return sorted(report["producer"] for report in reports if "kept" not in report)
-
     def finish(self, manifest: dict[str, Any]) -> None:
         """Write what stands beside the shards."""
         self.writer.close()
@@ -454,17 +397,6 @@ class _Run:
         inherited = inherited_fields(self.job.source.directory / CARD_FILE)
 
         return lambda files: accounts(files, manifest, recipe, measurements, inherited)
-
-
-def _threads_that_matter(job: Job) -> int | None:
-    """torch's threads where they decide the result: how a CPU splits a matrix product decides its last bits, and so where GPTQ rounds to."""
-    calibrated_here = job.plan.recipe.needs_calibration and torch.device(job.device).type == "cpu"
-    return torch.get_num_threads() if calibrated_here else None
-
-
-def _name_of(source: Source) -> str:
-    """The source's name for others: of a local directory its last part, since where it lies here is nobody's business."""
-    return source.directory.name if source.kind == "local" else source.model
 
 
 def _part_of(unit: Unit) -> str:

@@ -26,11 +26,12 @@ from gemq.quantize.budget import Budget, Objective, Spent, Trial, judged_and_hel
 from gemq.quantize.card import inherited_fields, read_measured
 from gemq.quantize.checkpoint import accounts, manifest_bytes, sealed_as
 from gemq.quantize.decisions import HEAD, HEAD_SCHEMES, KEEP, SCHEMES, Option, decisions_of, options_of
+from gemq.quantize.job import Job
 from gemq.quantize.journal import canonical
 from gemq.quantize.plan import Plan, make_plan
 from gemq.quantize.provenance import MANIFEST_FILE, PROVENANCE_FILE
 from gemq.quantize.reseal import reseal
-from gemq.quantize.run import Job, quantize
+from gemq.quantize.run import quantize
 from gemq.quantize.seal import CARD_FILE, REPORTS, read_seal
 from gemq.quantize.sensitivity import Sensitivities
 from gemq.quantize.skeleton import load_skeleton

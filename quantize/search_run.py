@@ -16,9 +16,9 @@ from gemq.eval.windows import write_records
 from gemq.quantize.budget import Budget, Objective
 from gemq.quantize.card import summary
 from gemq.quantize.decisions import decisions_of, require_useful, search_plan
+from gemq.quantize.job import Job, versions
 from gemq.quantize.overlap import require_disjoint
 from gemq.quantize.plan import Plan
-from gemq.quantize.run import Job, versions
 from gemq.quantize.search import Found, Search
 from gemq.quantize.sensitivity import VERSION, Sensitivities, Split, measure
 from gemq.quantize.skeleton import Skeleton, load_skeleton

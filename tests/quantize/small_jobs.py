@@ -10,8 +10,9 @@ import pytest
 
 from gemq import atomic
 from gemq.calibration.sets import CalibrationSet
+from gemq.quantize.job import Job
 from gemq.quantize.plan import make_plan
-from gemq.quantize.run import Job, Outcome, quantize
+from gemq.quantize.run import Outcome, quantize
 from gemq.quantize.skeleton import load_skeleton
 from gemq.recipes.model import Recipe, load_recipe
 from gemq.source import Source

@@ -14,8 +14,9 @@ from gemq.errors import GemqError, UsageError
 if TYPE_CHECKING:
     from gemq.eval.ppl import PplResult
     from gemq.quantize.budget import Budget
+    from gemq.quantize.job import Job
     from gemq.quantize.plan import Plan
-    from gemq.quantize.run import Job, Outcome
+    from gemq.quantize.run import Outcome
     from gemq.quantize.search_run import BudgetData
     from gemq.source import Source
 
@@ -122,7 +123,7 @@ def quantize(
         raise UsageError(f"{source.directory} has a config.json and no weights", "fetch the weights too; --dry-run works without them")
 
     from gemq.calibration.sets import load_calibration
-    from gemq.quantize.run import Job
+    from gemq.quantize.job import Job
     from gemq.quantize.run import quantize as make_checkpoint
 
     windows = None
