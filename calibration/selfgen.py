@@ -26,6 +26,7 @@ from gemq.calibration.tokenize import encode_text, load_tokenizer, read_limits, 
 from gemq.config_file import read_config
 from gemq.demo import cache_root
 from gemq.errors import IntegrityError, Interrupted, UsageError
+from gemq.memory import available_bytes
 from gemq.shards import ShardReader
 from gemq.source import file_hashes
 
@@ -177,7 +178,7 @@ def _load_model(model_dir: Path, device: str, dtype: str, parameters: int) -> An
     from transformers.utils import logging
 
     needed = parameters * getattr(torch, dtype).itemsize
-    available = _available_bytes()
+    available = available_bytes()
     if device == "cpu" and available is not None and needed > available:
         raise UsageError(f"the model needs {output.human_bytes(needed)} of memory to write its own calibration data, "
                          f"{output.human_bytes(available)} are free", "use a calibration file, or --device cuda")
@@ -194,14 +195,6 @@ def _load_model(model_dir: Path, device: str, dtype: str, parameters: int) -> An
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _available_bytes() -> int | None:
-    try:
-        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"))
-    except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None
 
 
 def _generate(model: Any, prompt: Prompt, done: Sequence[Sequence[Sequence[int]]], *, samples: int, length: int, seed: int,

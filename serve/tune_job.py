@@ -17,6 +17,7 @@ from gemq.config_file import read_config
 from gemq.errors import UsageError
 from gemq.eval.target import Target
 from gemq.eval.workloads import Load, Prompt, find_workload, make_text_prompts, make_token_prompts, prompts_for, read_prompts, tokenized
+from gemq.memory import available_bytes
 from gemq.quantize import seal
 from gemq.serve import lowbarena
 from gemq.serve.engine import EngineFacts, ask_engine
@@ -207,9 +208,7 @@ def _bytes(checkpoint: Path | None) -> int:
 def _room(engine: EngineFacts, checkpoint: Path | None) -> int:
     """Two servers where they fit side by side, else one."""
     if engine.platform == CPU:
-        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-        free = next(int(fields[1]) * 1024 for fields in lines if fields[0] == "MemAvailable:")
-        return 2 if free > 2 * (2 * _bytes(checkpoint) + 5 * GIB) else 1
+        return 2 if (available_bytes() or 0) > 2 * (2 * _bytes(checkpoint) + 5 * GIB) else 1
     try:
         _memory_share(checkpoint, 1, 2)
     except UsageError:

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
+from pathlib import Path
 
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 1 << 20
+
+
+def available_bytes() -> int | None:
+    """Memory that this machine can still give, by the kernel's own estimate; None where it doesn't tell."""
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
 
 
 def prefer_large_pages() -> None:

@@ -37,6 +37,11 @@ class Source:
     revision: str | None
 
 
+def default_name(model: str, recipe: str) -> str:
+    """What the outputs for `model` and `recipe` are called where no name is given: so a search's state is found again by either command."""
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(model).name) or 'model'}-{recipe}"
+
+
 def resolve(model: str = DEFAULT_MODEL, revision: str | None = None) -> Source:
     """The source that `model` names: what is not here yet is fetched from the Hub, or made (the demo model).
 

@@ -272,7 +272,7 @@ def test_long_windows_make_smaller_batches(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_model_larger_than_the_memory_is_refused(base_model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfgen, "_available_bytes", lambda: 1000)
+    monkeypatch.setattr(selfgen, "available_bytes", lambda: 1000)
     with pytest.raises(UsageError, match=r"needs .* of memory to write its own calibration data, 1 kB are free"):
         generate(base_model, cache)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,7 +62,7 @@ def pareto(
     from gemq.quantize.search import Trials
     from gemq.quantize.search_run import load_sensitivities, stored_sensitivities
     from gemq.recipes.model import load_recipe
-    from gemq.source import resolve
+    from gemq.source import default_name, resolve
 
     asked = [made for made in (*(Budget.parse(text, None) for text in ppl_budget or []), *(Budget.parse(None, nats) for nats in kl_budget or []))
              if made is not None]  # fmt: skip
@@ -71,7 +70,7 @@ def pareto(
     used = load_recipe(recipe)
     head = lm_head is None and decides_on_head(used)
     used = used if lm_head is None else with_head(used, lm_head)
-    default = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(model).name) or 'model'}-{used.name}"
+    default = default_name(model, used.name)
     state, target = search_state or Path(f"{default}.search"), output_dir or Path(f"{default}-pareto")
     atomic.require_absent(target)
     require_outside_seals(target)

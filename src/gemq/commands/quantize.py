@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,7 +94,9 @@ def quantize(
             raise UsageError("a budget needs data to be measured on, and --eval-data is none", "give self, or a .txt or .jsonl file")
     elif candidates is not None or search_state is not None:
         raise UsageError("--candidates and --search-state belong to a search, and no budget is given", "add --ppl-budget or --kl-budget")
-    default = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(model).name) or 'model'}-{used.name}"
+    from gemq.source import default_name, resolve
+
+    default = default_name(model, used.name)
     target = output_directory or Path(default if budget is None else f"{default}-{budget.label}")
     if not dry_run:
         atomic.require_absent(target)
@@ -107,7 +108,6 @@ def quantize(
 
     from gemq.devices import choose
     from gemq.quantize.skeleton import load_skeleton
-    from gemq.source import resolve
 
     chosen = choose(device)
     if gpu_memory is not None and not chosen.startswith("cuda"):
