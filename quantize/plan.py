@@ -174,7 +174,22 @@ def make_plan(skeleton: Skeleton, recipe: Recipe) -> Plan:
         units[name] = Unit(name, matrices[0].layer, tuple(matrices), scheme, rule.method or recipe.method)
     if not units:
         raise UsageError(f"recipe {recipe.name} quantizes nothing of this source", "add a rule for `decoder`")
+    _require_whole_mixtures(skeleton, recipe, units)
     return _with_tensors(Plan(skeleton, recipe, list(units.values()), kept))
+
+
+def _require_whole_mixtures(skeleton: Skeleton, recipe: Recipe, units: dict[str, Unit]) -> None:
+    """Refuse a layer whose experts' projections differ in scheme: vLLM takes one for all of a mixture."""
+    labels: dict[int | None, dict[str, str]] = {}
+    for matrix in skeleton.matrices:
+        if matrix.experts is not None:
+            unit = units.get(_unit_name(matrix))
+            labels.setdefault(matrix.layer, {})[matrix.module.rpartition(".")[2]] = unit.scheme.label() if unit else "as it is"
+    for layer, given in labels.items():
+        if len(set(given.values())) > 1:
+            said = ", ".join(f"{name} {label}" for name, label in given.items())
+            raise UsageError(f"recipe {recipe.name} splits the experts of layer {layer}, which vLLM reads by one scheme: {said}",
+                             "give all of them one scheme")  # fmt: skip
 
 
 def _matches(rule: Rule, matrix: Matrix) -> bool:

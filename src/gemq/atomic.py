@@ -46,9 +46,15 @@ def make_parent(final: Path) -> None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold `directory` against a second gemq that would build the same output; the lock goes with the process."""
+    """Hold `directory` against a second gemq that would build the same output; the lock goes with the process.
+
+    Raises UsageError where another holds it, or nothing can be written beside it.
+    """
     lock = directory.with_name(directory.name + ".lock")
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise UsageError(f"nothing can be written into {directory.parent} ({error.strerror})", "choose a place that you may write to") from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

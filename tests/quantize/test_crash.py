@@ -151,6 +151,11 @@ def test_two_runs_cannot_build_one_output(source, tmp_path):
         run_job(source, out, RECIPE)
 
 
+def test_an_output_where_nothing_can_be_written_is_refused(source):
+    with pytest.raises(UsageError, match="nothing can be written into /proc/1 "):
+        run_job(source, Path("/proc/1/out"), RECIPE)
+
+
 def test_an_output_that_cannot_fit_is_refused_before_any_work(source, tmp_path, monkeypatch):
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     with pytest.raises(UsageError, match="free"):

@@ -153,6 +153,18 @@ def test_group_128_is_refused_for_the_mixture_by_the_tensors_name(tmp_path):
     assert "64, 32" in raised.value.next_step
 
 
+def test_a_recipe_that_gives_a_mixtures_projections_two_schemes_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(real_config("26b-a4b")))
+    skeleton, _ = load_skeleton(tmp_path)
+    scheme = "{weights: {num_bits: %d, strategy: group, group_size: 32}}"
+    (tmp_path / "mixed.yaml").write_text(
+        "version: 1\nname: mixed\nsummary: two schemes in one mixture\nmethod: rtn\nrules:\n"
+        f"  - {{match: ['re:.*experts[.]down_proj$'], scheme: {scheme % 8}}}\n  - {{match: [decoder], scheme: {scheme % 4}}}\n"
+    )
+    with pytest.raises(UsageError, match=r"splits the experts of layer 0, which vLLM reads by one scheme: gate_up_proj int4.*, down_proj int8"):
+        make_plan(skeleton, load_recipe(str(tmp_path / "mixed.yaml")))
+
+
 def test_w4a16_keeps_the_ple_linears_at_8_bits(built):
     skeleton, _ = load_skeleton(built("e4b"))
     labels = Counter((unit.matrices[0].kind.part, unit.scheme.weights.num_bits) for unit in make_plan(skeleton, load_recipe("w4a16-g32")).units)
