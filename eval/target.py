@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import subprocess
 from collections.abc import Iterator
@@ -49,6 +50,20 @@ class Target:
             found = Path(uri) if isinstance(uri, str) and (Path(uri) / "config.json").is_file() else None
         dependencies = manifest.get("dependencies", [])
         return cls(name, directory, found, tuple(map(str, dependencies)) if isinstance(dependencies, list) else ())
+
+    def checkpoint_digest(self) -> str | None:
+        """SHA-256 over the names, sizes and times of the checkpoint's files: another where it was made anew; None where it isn't here.
+
+        Not of their bytes, which are gigabytes; hidden files don't count.
+        """
+        if self.checkpoint is None:
+            return None
+        found = []
+        for path in sorted(self.checkpoint.rglob("*")):
+            name = path.relative_to(self.checkpoint)
+            if path.is_file() and not any(part.startswith(".") for part in name.parts):
+                found.append([name.as_posix(), path.stat().st_size, path.stat().st_mtime_ns])
+        return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
     @property
     def vocabulary(self) -> int:
