@@ -158,7 +158,7 @@ def evaluate_greedy(job: Job) -> GreedyResult:
     prompts = _prompts(job, target, theirs)
     lengths = {record.id: len(record.completion_token_ids) for record in theirs or ()}
     counts = [lengths.get(prompt.id, job.tokens or TOKENS) for prompt in prompts]
-    key = {"target": job.target, "prompts": [prompt.sha256 for prompt in prompts], "counts": counts}
+    key = {"target": job.target, "checkpoint": target.checkpoint_key(), "prompts": [prompt.sha256 for prompt in prompts], "counts": counts}
     with _kept(job, key) as captured:
         with target.opened(python=job.python) as (endpoint, _):
             _capture_into(captured, endpoint, prompts, counts)

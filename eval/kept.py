@@ -19,14 +19,14 @@ from gemq import atomic, output
 from gemq.eval.local import Head, LocalCheckpoint
 from gemq.eval.records import Record
 from gemq.quantize.skeleton import load_skeleton
+from gemq.source import files_as_they_lie
 
 _KEY = "key"
 
 
 def key_of(reference: LocalCheckpoint, records: Sequence[Record], dtype: str) -> str:
     """What the states depend on: the reference's files as they lie there, the records' tokens, the dtype."""
-    files = sorted(path for path in reference.directory.glob("*") if path.suffix in (".json", ".safetensors"))
-    told = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    told = files_as_they_lie(reference.directory)
     text = json.dumps([str(reference.directory.resolve()), told, dtype, [[record.first_target, record.tokens] for record in records]])
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -266,7 +266,9 @@ def evaluate_accuracy(
         raise UsageError(f"{reference} was measured on other questions", "measure both on the same file, with the same options")
     if questions.data is not None:
         read_gsm8k(questions.data)
-    with _folder(output_path, {"target": target.name, "reference": reference, **key}) as folder:
+    sides = {"target": target.name, "checkpoint": target.checkpoint_key(), "reference": reference,
+             "reference_checkpoint": None if other is None else other.checkpoint_key()}  # fmt: skip
+    with _folder(output_path, sides | key) as folder:
         def measure(side: Target, label: str) -> list[Domain]:
             with side.opened(python=python) as (endpoint, _):
                 return ask(endpoint, questions, folder, label=label, in_flight=in_flight, tokenizer=tokenizer or side.checkpoint)

@@ -73,8 +73,8 @@ class Rehearsal:
         """What makes kept stages those of this rehearsal. Of a submission the checkpoint counts; a server's flag may be mended meanwhile."""
         data = {name: None if path is None else file_sha256(path) for name, path in
                 (("prompts", self.prompts), ("ppl", self.ppl), ("kl", self.kl), ("gsm8k", self.gsm8k))}  # fmt: skip
-        sides = {"submission": self.target} | ({} if self.reference is None else {"reference": Target.parse(self.reference)})
-        data |= {f"{side}_files": target.checkpoint_digest() for side, target in sides.items()}
+        reference = None if self.reference is None else Target.parse(self.reference).checkpoint_key()
+        data |= {"submission_checkpoint": self.target.checkpoint_key(), "reference_checkpoint": reference}
         return {"submission": self.submission, "arena": self.arena, "reference": self.reference, "checkpoint": str(self.checkpoint),
                 "modalities": list(self.modalities),
                 "scale": self.scale, "runs": self.runs, "records": self.records, "limit": self.limit, "engine": self.engine, **data}  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import subprocess
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from gemq import output
 from gemq.config_file import read_config
 from gemq.errors import GemqError, Interrupted, StoppedSafely, UsageError
 from gemq.eval.endpoint import Endpoint, is_url
+from gemq.source import files_as_they_lie
 
 DYING_SECONDS = 3.0  # a server that stopped answering may need as long to be gone
 VOCABULARY, BOS = 32_000, 2  # where nothing tells: few models know fewer tokens; Gemma's BOS
@@ -51,19 +51,9 @@ class Target:
         dependencies = manifest.get("dependencies", [])
         return cls(name, directory, found, tuple(map(str, dependencies)) if isinstance(dependencies, list) else ())
 
-    def checkpoint_digest(self) -> str | None:
-        """SHA-256 over the names, sizes and times of the checkpoint's files: another where it was made anew; None where it isn't here.
-
-        Not of their bytes, which are gigabytes; hidden files don't count.
-        """
-        if self.checkpoint is None:
-            return None
-        found = []
-        for path in sorted(self.checkpoint.rglob("*")):
-            name = path.relative_to(self.checkpoint)
-            if path.is_file() and not any(part.startswith(".") for part in name.parts):
-                found.append([name.as_posix(), path.stat().st_size, path.stat().st_mtime_ns])
-        return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    def checkpoint_key(self) -> str | None:
+        """Tells the checkpoint from another that stood or will stand at its place (`files_as_they_lie`); None where it isn't here."""
+        return None if self.checkpoint is None else files_as_they_lie(self.checkpoint)
 
     @property
     def vocabulary(self) -> int:

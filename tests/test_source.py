@@ -294,3 +294,19 @@ def test_hashes_are_sha256_by_relative_name(tmp_path):
 def test_a_file_that_is_missing_can_not_be_hashed(tmp_path):
     with pytest.raises(IntegrityError, match="gone"):
         source.file_hashes(tmp_path, ["gone"])
+
+
+def test_files_as_they_lie_are_others_where_one_was_made_anew(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    file = tmp_path / "inner" / "model.safetensors"
+    file.write_bytes(b"1234")
+    first, made = source.files_as_they_lie(tmp_path), file.stat()
+    (tmp_path / ".lock").write_bytes(b"")
+    assert source.files_as_they_lie(tmp_path) == first
+    os.utime(file, ns=(made.st_atime_ns, made.st_mtime_ns + 1))
+    later = source.files_as_they_lie(tmp_path)
+    file.write_bytes(b"12345")
+    os.utime(file, ns=(made.st_atime_ns, made.st_mtime_ns))
+    longer = source.files_as_they_lie(tmp_path)
+    file.rename(tmp_path / "inner" / "other.safetensors")
+    assert len({first, later, longer, source.files_as_they_lie(tmp_path)}) == 4

@@ -221,6 +221,9 @@ def test_an_endpoint_that_dies_half_way(run: Run, model: Any, lively: Path, prom
         assert "2 captured records are kept" in stopped.exception.message
         another = run(*arguments[:5], "--tokens", 3, *arguments[7:])
         assert isinstance(another.exception, UsageError)
+        another = run(*arguments, "--checkpoint", lively)
+        assert isinstance(another.exception, UsageError)
+        assert "another comparison" in str(another.exception)
         asked.clear()
         server.dies_after = None
         assert run(*arguments, "--json").exception is None
