@@ -177,11 +177,10 @@ def operations(layers: int | None, tokens: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="a folder with 40 GB of space")
-    parser.add_argument("--recipes", nargs="*", default=["w4a16", "w4a16-fast", "fp8"])
+    parser.add_argument("--recipes", nargs="*", default=["w4a16", "w4a16-fast", "fp8", "w4a16@4GiB"], help="by name; with @4GiB: --gpu-memory 4GiB")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--layers", type=int, help="a slice without shared layers instead of the whole model")
-    parser.add_argument("--gpu-memory", help="passed on to gemq")
     parser.add_argument("--peer", type=Path, help="a script that runs llm-compressor on a slice: CONFIG_JSON LAYERS SAMPLES LENGTH")
     parser.add_argument("--peer-config", type=Path, help="the config.json of E4B that it reads, beside a tokenizer")
     parser.add_argument("--limit", type=float, default=600, help="seconds that a recipe may take")
@@ -202,24 +201,25 @@ def main() -> None:
     output.note(f"a dry run, which imports and plans as every command does, takes {dry.seconds:.1f} s")
     must = operations(options.layers, options.samples * options.length)
     failed = []
-    for recipe in options.recipes:
+    for given in options.recipes:
+        recipe, _, gpu_memory = given.partition("@")
         out = options.work / f"out-{recipe}"
         shutil.rmtree(out, ignore_errors=True)
         shutil.rmtree(out.with_name(out.name + ".partial"), ignore_errors=True)
         command = [sys.executable, "-m", "gemq", "quantize", str(source), "--recipe", recipe, "--calibration", str(ids),
                    "--samples", str(options.samples), "--length", str(options.length), "--eval-data", "none", "--device", "cuda",
                    "--json", "--output", str(out)]  # fmt: skip
-        if options.gpu_memory:
-            command += ["--gpu-memory", options.gpu_memory]
-        ran = run(command, options.work / f"{recipe}.log", options.limit)
+        if gpu_memory:
+            command += ["--gpu-memory", gpu_memory]
+        ran = run(command, options.work / f"{given}.log", options.limit)
         if ran.code:
-            failed.append(recipe)
-            last = (options.work / f"{recipe}.log").read_text(errors="replace")[-1500:]
-            output.warn(f"{recipe} ended with {ran.code} after {ran.seconds:.1f} s: {last}")
+            failed.append(given)
+            last = (options.work / f"{given}.log").read_text(errors="replace")[-1500:]
+            output.warn(f"{given} ended with {ran.code} after {ran.seconds:.1f} s: {last}")
             continue
         written = sum(path.stat().st_size for path in out.iterdir())
         shutil.rmtree(out, ignore_errors=True)
-        show(recipe, options, ran, written, source_bytes, must, can)
+        show(given, options, ran, written, source_bytes, must, can)
     if options.peer:
         command = [sys.executable, str(options.peer), str(options.peer_config), str(options.layers), str(options.samples), str(options.length)]
         ran = run(command, options.work / "peer.log", options.limit, json_out=False)

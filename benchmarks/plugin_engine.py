@@ -25,6 +25,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 PLUGIN = HERE.parent / "serve" / "plugin"
 LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection", "lm_head")
+HEAD = "re:.*lm_head$"
 TOWERS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
 MARLIN = {"VLLM_DISABLED_KERNELS": "MacheteLinearKernel"}
 # name -> (weights, plugin, further environment, what is measured)
@@ -36,6 +37,10 @@ ENGINES: dict[str, tuple[str, bool, dict[str, str], str]] = {
     "plugin-plain": ("w4", True, {**MARLIN, "GEMQ_INT4_TENSOR": "0"}, "speed"),
     "plugin-own": ("w4", True, {"GEMQ_INT4_LARGE": "own"}, "speed"),
     "plugin-eager": ("w4", True, MARLIN, "eager"),
+    "bf16": ("bf16", False, {}, "speed"),
+    "fp8": ("fp8", False, {}, "speed"),
+    "w4-body": ("w4-body", False, MARLIN, "speed"),
+    "w4-body-plugin": ("w4-body", True, MARLIN, "speed"),
     "marlin-kl": ("w4", False, MARLIN, "kl"),
     "plugin-kl": ("w4", True, MARLIN, "kl"),
     "bf16-kl": ("bf16", False, {}, "kl"),
@@ -49,8 +54,9 @@ def write_model(source: Path, out: Path, weights: str) -> None:
         if path.name != "e4b.json":
             shutil.copy(path, out)
     config = json.loads((source / "e4b.json").read_text())
-    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = False
-    if weights == "w4":
+    if weights in ("w4", "bf16"):  # bf16 is what w4 stands for, its head included
+        config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = False
+    if weights.startswith("w4"):
         def group(targets: list[str], size: int | None) -> dict[str, Any]:
             scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel" if size is None else "group", "group_size": size,
                       "dynamic": False, "actorder": None, "observer": "minmax", "observer_kwargs": {}, "block_structure": None}  # fmt: skip
@@ -58,8 +64,16 @@ def write_model(source: Path, out: Path, weights: str) -> None:
 
         config["quantization_config"] = {
             "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed", "kv_cache_scheme": None,
-            "config_groups": {"body": group(["Linear"], 128), "head": group(["re:.*lm_head$"], None)},
-            "ignore": [f"re:.*{tower}.*" for tower in TOWERS], "global_compression_ratio": None,
+            "config_groups": {"body": group(["Linear"], 128)} | ({"head": group([HEAD], None)} if weights == "w4" else {}),
+            "ignore": [*(f"re:.*{tower}.*" for tower in TOWERS), *([] if weights == "w4" else [HEAD])], "global_compression_ratio": None,
+        }  # fmt: skip
+    elif weights == "fp8":
+        common = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "block_structure": None, "actorder": None}
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed", "kv_cache_scheme": None,
+            "config_groups": {"body": {"targets": ["Linear"], "weights": {**common, "strategy": "channel", "dynamic": False},
+                                       "input_activations": {**common, "strategy": "token", "dynamic": True}, "output_activations": None}},
+            "ignore": [*(f"re:.*{tower}.*" for tower in TOWERS), HEAD], "global_compression_ratio": None,
         }  # fmt: skip
     (out / "config.json").write_text(json.dumps(config))
 
@@ -78,6 +92,7 @@ def fill(model: Any) -> None:
         groups = 1 if prefix.endswith("lm_head") else k // 128
         return ((0.5 + torch.rand(n, groups, generator=draw(f"{prefix}.s"), device="cuda")) / (4.6 * math.sqrt(k))).to(torch.bfloat16)
 
+    packed = {name for name, _ in model.named_parameters() if name.endswith("weight_packed")}
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             prefix, _, kind = name.rpartition(".")
@@ -87,6 +102,11 @@ def fill(model: Any) -> None:
                 tensor.zero_()
                 for j in range(8):
                     tensor |= q[:, j::8] << (4 * j)
+            elif tensor.element_size() == 1 and tensor.is_floating_point():
+                for part in tensor.split(65536):
+                    part.copy_(torch.empty(part.shape, dtype=torch.bfloat16, device="cuda").normal_(0, 20, generator=draw(name)))
+            elif kind == "weight_scale" and f"{prefix}.weight_packed" not in packed:
+                tensor.fill_(0.001)  # of an fp8 matrix
             elif ours and kind == "weight_scale":
                 groups = tensor.shape[1]
                 k = model.get_parameter(f"{prefix}.weight_packed").shape[1] * 8
@@ -108,8 +128,8 @@ def fill(model: Any) -> None:
                 tensor.normal_(0, 0.02, generator=draw(name))
 
 
-def child(name: str, folder: Path, out: Path) -> None:
-    """One engine: start, wait for the card, measure, write OUT/NAME.json."""
+def child(name: str, folder: Path, out: Path, beside: list[str]) -> None:
+    """One engine: start, wait until those `beside` it are up or gone and for the card, measure, write OUT/NAME.json."""
     weights, _, _, what = ENGINES[name]
     import torch
     from vllm import LLM, SamplingParams
@@ -147,6 +167,9 @@ def child(name: str, folder: Path, out: Path) -> None:
         given = llm.generate(question, sampling, use_tqdm=False)
         return list(given[0].outputs[0].token_ids), time.perf_counter() - start
 
+    (out / f"{name}.up").touch()
+    while not all((out / f"{other}.up").exists() or (out / f"{other}.gone").exists() for other in beside):
+        time.sleep(0.2)  # an engine that starts takes the processor from one that is timed
     with open("/tmp/plugin_engine.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if what == "kl":
@@ -160,7 +183,7 @@ def child(name: str, folder: Path, out: Path) -> None:
             result |= {"ids": found, "tok_s": [round(512 / seconds, 1)]}
         else:
             answer(prompt, greedy)
-            runs = [answer(prompt, greedy) for _ in range(10)]
+            runs = [answer(prompt, greedy) for _ in range(10 if weights == "w4" else 5)]
             result["tok_s"] = [round(512 / seconds, 1) for _, seconds in runs]
             result |= {"ids": runs[0][0], "stable": all(found == runs[0][0] for found, _ in runs), "distinct_ids": len(set(runs[0][0]))}
             result["ttft_ms"] = round(min(answer(prompt, one)[1] for _ in range(8)) * 1e3, 2)
@@ -204,7 +227,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.child:
-        child(args.child, Path(f"/tmp/plugin-e4b-{ENGINES[args.child][0]}"), args.out)
+        child(args.child, Path(f"/tmp/plugin-e4b-{ENGINES[args.child][0]}"), args.out, args.engines.split(","))
         return
     began, names, started = time.monotonic(), args.engines.split(","), {}
     site = Path("/tmp/plugin-site/gemq_int4-0.dist-info")  # what an installation would leave for vLLM to find
@@ -220,13 +243,18 @@ def main() -> None:
                "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_CACHE_ROOT": f"/tmp/cache-{name}",
                "TRITON_CACHE_DIR": f"/tmp/triton-{name}", "TORCHINDUCTOR_CACHE_DIR": f"/tmp/inductor-{name}"}  # fmt: skip
         log = open(args.out / f"{name}.log", "w")  # noqa: SIM115
-        started[name] = subprocess.Popen([sys.executable, __file__, "--e4b", str(args.e4b), "--out", str(args.out), "--child", name],
-                                         env=env, stdout=log, stderr=subprocess.STDOUT)  # fmt: skip
-    for name, process in started.items():
-        try:
-            process.wait(max(1.0, args.seconds - (time.monotonic() - began)))
-        except subprocess.TimeoutExpired:
-            process.kill()
+        command = [sys.executable, __file__, "--e4b", str(args.e4b), "--out", str(args.out), "--engines", args.engines, "--child", name]
+        started[name] = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+    while any(process.poll() is None for process in started.values()):
+        for name, process in started.items():
+            if process.poll() is None and time.monotonic() - began > args.seconds:
+                process.kill()
+            if process.poll() is not None:
+                (args.out / f"{name}.gone").touch()
+        time.sleep(0.2)
+    for name in names:
+        (args.out / f"{name}.up").unlink(missing_ok=True)
+        (args.out / f"{name}.gone").unlink(missing_ok=True)
         if not (args.out / f"{name}.json").exists():
             print(name, "failed:", (args.out / f"{name}.log").read_text(errors="replace")[-1500:], flush=True)
     found = {name: json.loads((args.out / f"{name}.json").read_text()) for name in names if (args.out / f"{name}.json").exists()}

@@ -17,15 +17,26 @@ from plugin import SIZES, Weights, compile_all, copy_tb_s, graph_us, group_of, s
 
 
 def tensor_cuts(n: int, k: int) -> Iterator[TensorCut]:
-    """Cuts of the tensor cores' kernel worth trying: the fewer rows, the more warps share K."""
+    """Cuts of the tensor cores' kernel worth trying: the fewer rows, the more warps share K; the more is on its way, the more registers."""
     chunks = math.ceil(k / 128)
-    fewest = 1 if n > 100_000 or chunks <= 2 else 2 if n > 8192 else 4
-    for warps, eights, at_once in itertools.product((1, 2, 4, 8, 16), (2, 4), (1, 2, 3, 4, 5, 8, 10)):
+    fewest, most = (1, 2) if n > 100_000 else (1, 4) if n > 8192 else (min(4, chunks), 16)
+    for warps, eights, parts in itertools.product((1, 2, 4, 8, 16), (2, 4), (1, 2, 4)):
         each = math.ceil(chunks / warps)
-        if warps < min(fewest, chunks) or (eights == 4 and n <= 8192):
+        if not fewest <= warps <= most or (eights == 4 and n <= 8192) or each % parts or each // parts > 10 or each * warps > 1.25 * chunks:
             continue
-        if each % at_once == 0 and each * warps <= 1.25 * chunks and each // at_once <= 20:
-            yield TensorCut(warps, eights, at_once)
+        at_once = eights * each // parts
+        for registers, early in ((0, False), (96, False), (96, True), (128, False), (128, True), (168, True)):
+            if registers * warps * 32 <= 65536 and at_once > (0 if registers == 0 else 2 if registers <= 128 else 8):
+                yield TensorCut(warps, eights, each // parts, registers, early)
+
+
+def takes_tensor(entry: dict[str, Any]) -> bool:
+    """Whether a shape is the tensor cores' kernel's: a little more for one row is given for what it saves from three rows on."""
+    return entry["plain_us"] is None or bool(entry["us"] <= 1.15 * entry["plain_us"])
+
+
+def numbers_of(cut: TensorCut) -> tuple[Any, ...]:
+    return (cut.warps, cut.eights, cut.chunks, cut.registers, cut.early)
 
 
 def take_tiles(weights: Weights, n: int, k: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +45,7 @@ def take_tiles(weights: Weights, n: int, k: int, group: int) -> tuple[torch.Tens
     return words.view(n // 8, chunks, 8, 4, 4), scales.view(n) if group == -1 else scales.view(n, -1)
 
 
-def _compile_tensor(job: tuple[int, int, tuple[int, int, int]]) -> None:
+def _compile_tensor(job: tuple[int, int, tuple[Any, ...]]) -> None:
     k, group, cut = job
     chunks = math.ceil(k / 128)
     words = torch.zeros((4, chunks, 8, 4, 4), dtype=torch.int32, device="cuda")
@@ -75,7 +86,7 @@ def check_tensor(shapes: list[tuple[int, int, int]], cut_of: Callable[[int, int,
 def tune_tensor(shapes: dict[tuple[int, int, int], int], weights: Weights, seconds: float, processes: int) -> dict[str, Any]:
     """The best cut of every shape for one row, and what it takes for 2, 4 and 8."""
     began, table = time.monotonic(), {}
-    jobs = {(k, group, (cut.warps, cut.eights, cut.chunks)): None for n, k, group in shapes for cut in tensor_cuts(n, k)}
+    jobs = {(k, group, numbers_of(cut)): None for n, k, group in shapes for cut in tensor_cuts(n, k)}
     print(f"{len(jobs)} tensor kernels to compile", flush=True)
     compile_all(list(jobs), processes, began + seconds * 0.6, _compile_tensor)
     print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
@@ -100,8 +111,8 @@ def tune_tensor(shapes: dict[tuple[int, int, int], int], weights: Weights, secon
         other = plain.get(f"{n},{k},{group}")
         plain_us = time_cut(weights, n, Layout(4, k, group), other["by_m"][1][1], 1) if other else None
         table[f"{n},{k},{group}"] = {"plain_us": plain_us, "us": us, "cut": best, "count": count, "by_m": by_m,
-                                     "all": [(round(each, 2), [cut.warps, cut.eights, cut.chunks]) for each, cut in found[:12]]}  # fmt: skip
-        ranked = "  ".join(f"{each:.2f} {cut.warps}/{cut.eights}/{cut.chunks}" for each, cut in found[:5])
+                                     "all": [(round(each, 2), list(numbers_of(cut))) for each, cut in found[:12]]}  # fmt: skip
+        ranked = "  ".join(f"{each:.2f} {'/'.join(str(int(each)) for each in numbers_of(cut))}" for each, cut in found[:5])
         rate = f"{us:7.2f} us {size / us / 1e6:5.2f} TB/s  m8 {by_m[8]:.2f}  plain {plain_us or 0:.2f}"
         print(f"{n:7d} x {k:5d} g{group:4d} x{count:3d}: {rate}  {ranked}  ({len(found)} tried)", flush=True)
     return table
@@ -113,7 +124,7 @@ def tensor_step(table: dict[str, Any], m: int, plain: dict[str, Any] | None = No
     for name, n, k in step_shapes():
         group = group_of(name)
         entry = table[f"{n},{k},{group}"]
-        if plain and entry["plain_us"] is not None and entry["us"] > 1.02 * entry["plain_us"]:
+        if plain and not takes_tensor(entry):
             layout, other = Layout(4, k, group), plain[f"{n},{k},{group}"]["by_m"][m][1]
             x, own = torch.randn(m, k, device="cuda", dtype=torch.bfloat16), weights.take(n, layout)
             calls.append(lambda x=x, own=own, layout=layout, other=other: matvec(x, *own, None, layout, other))
@@ -161,9 +172,8 @@ def tensor(args: argparse.Namespace) -> None:
     weights = Weights()
     table = tune_tensor(shapes, weights, args.seconds, args.processes)
     del weights
-    result["shapes"] = {key: {**entry, "cut": [entry["cut"].warps, entry["cut"].eights, entry["cut"].chunks]} for key, entry in table.items()}
-    # the tensor cores' kernel is named for the shapes in which it is no slower for one row; the plain one keeps the others
-    tuned = {key: entry["cut"] for key, entry in result["shapes"].items() if entry["plain_us"] is None or entry["us"] <= 1.02 * entry["plain_us"]}
+    result["shapes"] = {key: {**entry, "cut": list(numbers_of(entry["cut"]))} for key, entry in table.items()}
+    tuned = {key: entry["cut"] for key, entry in result["shapes"].items() if takes_tensor(entry)}  # the plain kernel keeps the others
     (args.out / "tuned_tensor.json").write_text(json.dumps({"card": result["card"], "tensor": tuned}, indent=1))
     result["check"] = check_tensor(list(shapes), lambda n, k, group: [table[key]["cut"] for key in table if key.endswith(f",{k},{group}")])
     result["step"] = {"tensor": {m: tensor_step(table, m) for m in SIZES}}

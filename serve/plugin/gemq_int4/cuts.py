@@ -5,6 +5,7 @@ The order of a sum along K follows from the shape alone (`blocks_of`), not from 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -108,11 +109,10 @@ class Chooser:
         x = torch.randn((1, k), device=words.device).to(torch.bfloat16)
         best = (_microseconds(x, words, scales, k, group, usual), usual)
         each = math.ceil(math.ceil(k / 128) / usual.warps)
-        for eights in (2, 4):
-            for chunks in (1, 2, 3, 4, 5, 8, 10):
-                cut = TensorCut(usual.warps, eights, chunks)
-                if each % chunks == 0 and cut != usual and time.monotonic() - began < self.left:
-                    best = min(best, (_microseconds(x, words, scales, k, group, cut), cut), key=lambda pair: pair[0])
+        for eights, chunks, registers in itertools.product((2, 4), (1, 2, 3, 4, 5, 8, 10), (0, 128)):
+            cut = TensorCut(usual.warps, eights, chunks, registers, registers > 0)
+            if each % chunks == 0 and cut != usual and time.monotonic() - began < self.left:
+                best = min(best, (_microseconds(x, words, scales, k, group, cut), cut), key=lambda pair: pair[0])
         self.tensors[n, k, group] = best[1]
         self.left -= time.monotonic() - began
 

@@ -53,11 +53,16 @@ def matvec(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bias: tor
 
 @dataclass(frozen=True)
 class TensorCut:
-    """How the tensor cores' kernel cuts its work: `warps` share K, `eights` of rows of W a program (even), `chunks` of K on their way at once."""
+    """How the tensor cores' kernel cuts its work: `warps` share K, `eights` of rows of W a program (even), `chunks` of K on their way at once.
+
+    registers: the most a thread may have, 0 for the compiler's choice, which saves them and so reads late; early: see `gemv_tensor`.
+    """
 
     warps: int
     eights: int
     chunks: int
+    registers: int = 0
+    early: bool = False
 
 
 def tensor_matvec(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, k: int, group: int, cut: TensorCut,
@@ -68,7 +73,7 @@ def tensor_matvec(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bi
     pairs = x.contiguous().view(torch.int32)
     groups, grid = 0 if group == -1 else 128 // group, (triton.cdiv(n, 8 * cut.eights),)
     gemv_tensor[grid](pairs, words, scales, scales if bias is None else bias, y, n, m, k, groups, cut.warps, cut.eights, cut.chunks,
-                      bias is not None, num_warps=cut.warps)  # fmt: skip
+                      cut.early, bias is not None, num_warps=cut.warps, **({"maxnreg": cut.registers} if cut.registers else {}))  # fmt: skip
     return y
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# two rows (r = 0, 1) of a word: $4 $5 words, $6 to $13 four pairs of x (twice each), $14 to $17 the sums, $18 the bits of two 128.0
+# two rows (r = 0, 1) of a word: $4 $5 words, $6 to $13 four pairs of x (twice each), $14 to $17 the sums, $18 $19 the bits of two 128.0
 _TWO_PRODUCTS = tl.constexpr("""
 {
 .reg .b32 a<8>, u, v, one, off;
@@ -22,19 +22,19 @@ _TWO_PRODUCTS = tl.constexpr("""
 mov.b32 one, 0x3f803f80;
 mov.b32 off, 0xc308c308;
 lop3.b32 a0, $4, 0x000f000f, $18, 0xea;
-lop3.b32 a1, $5, 0x000f000f, $18, 0xea;
+lop3.b32 a1, $5, 0x000f000f, $19, 0xea;
 shr.u32 u, $4, 4;
 shr.u32 v, $5, 4;
 lop3.b32 a2, u, 0x000f000f, $18, 0xea;
-lop3.b32 a3, v, 0x000f000f, $18, 0xea;
+lop3.b32 a3, v, 0x000f000f, $19, 0xea;
 shr.u32 u, $4, 8;
 shr.u32 v, $5, 8;
 lop3.b32 a4, u, 0x000f000f, $18, 0xea;
-lop3.b32 a5, v, 0x000f000f, $18, 0xea;
+lop3.b32 a5, v, 0x000f000f, $19, 0xea;
 shr.u32 u, $4, 12;
 shr.u32 v, $5, 12;
 lop3.b32 a6, u, 0x000f000f, $18, 0xea;
-lop3.b32 a7, v, 0x000f000f, $18, 0xea;
+lop3.b32 a7, v, 0x000f000f, $19, 0xea;
 fma.rn.bf16x2 a0, a0, one, off;
 fma.rn.bf16x2 a1, a1, one, off;
 fma.rn.bf16x2 a2, a2, one, off;
@@ -60,11 +60,12 @@ def _split4(v, S: tl.constexpr, R: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def gemv_tensor(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, K: tl.constexpr, GC: tl.constexpr, S: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
-                HAS_BIAS: tl.constexpr):  # fmt: skip
+                EARLY: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
     """y [M, N] from x [M, K / 2] int32 (pairs of bf16), w [N / 8, chunks, 8, 4, 4] as `layout.tile` makes it, s [N, chunks GC].
 
     A program owns 8 R rows of W, S warps share K, and a warp has P chunks of 128 of K on their way at once.
-    GC: groups in a chunk (1, 2 or 4), 0 where a row has one scale.
+    GC: groups in a chunk (1, 2 or 4), 0 where a row has one scale. EARLY: products wait for their scales, which changes no result: the compiler
+    reads what the last operation needs last, and a second wait for memory costs more than the few operations.
     """
     CHUNKS: tl.constexpr = (K + 127) // 128
     EACH: tl.constexpr = (CHUNKS + S - 1) // S
@@ -103,6 +104,10 @@ def gemv_tensor(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, K: tl.constexpr, GC: tl
                 scales += (each,)
         for p in tl.static_range(P):
             q = _split4(words[p], S, R)
+            first_bits = magic
+            if EARLY and GC > 0:
+                for i in tl.static_range(GC):  # 1 for a scale that is no number, whose product is none either; else 0
+                    first_bits += (scales[p][i] != scales[p][i]).to(tl.int32)
             sum_a = tl.zeros((4, 8, S, R), tl.float32)
             sum_b = tl.zeros((4, 8, S, R), tl.float32)
             for c in tl.static_range(4):
@@ -116,7 +121,7 @@ def gemv_tensor(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, K: tl.constexpr, GC: tl
                 sum_a, sum_b = tl.inline_asm_elementwise(
                     _TWO_PRODUCTS, "=f,=f,=f,=f,r,r,r,r,r,r,r,r,r,r,f,f,f,f,r,r",
                     [q[c], tl.broadcast_to(x0, (4, 8, S, R)), tl.broadcast_to(x1, (4, 8, S, R)), tl.broadcast_to(x2, (4, 8, S, R)),
-                     tl.broadcast_to(x3, (4, 8, S, R)), sum_a, sum_b, magic], dtype=(tl.float32, tl.float32), is_pure=False, pack=2)  # fmt: skip
+                     tl.broadcast_to(x3, (4, 8, S, R)), sum_a, sum_b, first_bits], dtype=(tl.float32, tl.float32), is_pure=False, pack=2)  # fmt: skip
                 if GC > 0 and (c + 1) * GC % 4 == 0:
                     scale = scales[p][(c + 1) * GC // 4 - 1].to(tl.float32)
                     acc_a = tl.fma(sum_a, scale, acc_a)
@@ -128,16 +133,14 @@ def gemv_tensor(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, K: tl.constexpr, GC: tl
                 acc_b += sum_b
     row = (pid * R + tl.arange(0, R)[None, None, :]) * 8 + tl.arange(0, 8)[None, :, None]
     known = tl.where(row < N, row, 0)
-    m = tl.arange(0, 4)[:, None, None] * 2
-    a, b = tl.sum(acc_a, 2), tl.sum(acc_b, 2)
+    # both columns of x in one sum over the warps: one exchange between them instead of two
+    total = tl.sum(tl.join(acc_a, acc_b), 2)
     if GC == 0:
-        scale = tl.load(s_ptr + known).to(tl.float32)
-        a, b = a * scale, b * scale
+        total = total * tl.load(s_ptr + known).to(tl.float32)[:, :, :, None]
     if HAS_BIAS:
-        bias = tl.load(b_ptr + known).to(tl.float32)
-        a, b = a + bias, b + bias
-    tl.store(y_ptr + m * N + row, a.to(y_ptr.dtype.element_ty), mask=(row < N) & (m < M))
-    tl.store(y_ptr + (m + 1) * N + row, b.to(y_ptr.dtype.element_ty), mask=(row < N) & (m + 1 < M))
+        total = total + tl.load(b_ptr + known).to(tl.float32)[:, :, :, None]
+    m = (tl.arange(0, 4) * 2)[:, None, None, None] + tl.arange(0, 2)[None, None, None, :]
+    tl.store(y_ptr + m * N + row[:, :, :, None], total.to(y_ptr.dtype.element_ty), mask=(row < N)[:, :, :, None] & (m < M))
 
 
 @triton.jit
