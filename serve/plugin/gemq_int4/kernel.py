@@ -67,7 +67,8 @@ def _dot8(q, x, t, F):
 
 @triton.jit
 def gemv(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, K: tl.constexpr, BITS: tl.constexpr, GC: tl.constexpr, LANES: tl.constexpr,
-         MP: tl.constexpr, R: tl.constexpr, U: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
+         MP: tl.constexpr, R: tl.constexpr, U: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, HAS_BIAS: tl.constexpr,
+         WARPS: tl.constexpr):  # fmt: skip
     """y [M, N] (bf16; float32 shows the sum unrounded) from x [M, K / 2] int32 (pairs of bf16), w and s as `layout.arrange` makes them, M <= MP.
 
     A block is LANES x 4 words of a row; GC: groups in a block's quarter, 0 where a row has one scale. U blocks are read at once, R rows a
@@ -99,7 +100,7 @@ def gemv(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, K: tl.constexpr, BITS: tl.cons
     x_lane = (lane // LANES) * (2 * QUARTER) + (lane % LANES) * HALF
     # every one of the BP rows' threads reads x itself: the same addresses, in the layout in which it is used
     x_pair = tl.zeros((1, BP, 1, 1), tl.int32) + x_lane[:, None, None, None] + tl.arange(0, HALF)[None, None, None, :]
-    for first in tl.range(0, BLOCKS, U, num_stages=STAGES):
+    for first in tl.range(0, BLOCKS, U, num_stages=STAGES, loop_unroll_factor=UNROLL):
         there = (first + lane // LANES < BLOCKS)[:, None, None, None]
         if EVEN:
             q = tl.load(w_at + first * (LANES * 4), eviction_policy="evict_first")

@@ -19,12 +19,17 @@ _CHUNKED_ROWS = 32  # up to here reading the packed weights several times costs 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the work is cut: `rows` of W a thread, `blocks` of K side by side, `warps` a program, `stages` of loads in flight."""
+    """How the work is cut: `rows` of W a thread, `blocks` of K side by side, `warps` a program, `stages` of loads in flight.
+
+    unroll: rounds of the loop over K that are one; registers: the most a thread may have, 0 for the compiler's choice.
+    """
 
     rows: int
     blocks: int
     warps: int
     stages: int
+    unroll: int = 1
+    registers: int = 0
 
     def fits(self, layout: Layout) -> bool:
         return self.blocks * layout.lanes <= 32 * self.warps
@@ -32,6 +37,10 @@ class Cut:
     def program_rows(self, layout: Layout) -> int:
         """Rows of W that a program owns."""
         return self.rows * (32 * self.warps // (self.blocks * layout.lanes))
+
+
+def _at_most(registers: int) -> dict[str, int]:
+    return {"maxnreg": registers} if registers else {}
 
 
 def padded_rows(m: int) -> int:
@@ -47,7 +56,8 @@ def matvec(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bias: tor
     pairs = x.contiguous().view(torch.int32)
     grid = (triton.cdiv(n, cut.program_rows(layout)),)
     gemv[grid](pairs, words, scales, scales if bias is None else bias, y, n, m, layout.k, layout.bits, layout.groups, layout.lanes,
-               padded_rows(m), cut.rows, cut.blocks, cut.stages, bias is not None, cut.warps, num_warps=cut.warps)  # fmt: skip
+               padded_rows(m), cut.rows, cut.blocks, cut.stages, cut.unroll, bias is not None, cut.warps, num_warps=cut.warps,
+               **_at_most(cut.registers))  # fmt: skip
     return y
 
 
@@ -73,7 +83,7 @@ def tensor_matvec(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bi
     pairs = x.contiguous().view(torch.int32)
     groups, grid = 0 if group == -1 else 128 // group, (triton.cdiv(n, 8 * cut.eights),)
     gemv_tensor[grid](pairs, words, scales, scales if bias is None else bias, y, n, m, k, groups, cut.warps, cut.eights, cut.chunks,
-                      cut.early, bias is not None, num_warps=cut.warps, **({"maxnreg": cut.registers} if cut.registers else {}))  # fmt: skip
+                      cut.early, bias is not None, num_warps=cut.warps, **_at_most(cut.registers))  # fmt: skip
     return y
 
 
