@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -204,6 +205,7 @@ def test_an_interrupted_leader_leaves_no_process_behind(gemma3, tmp_path, monkey
 def _lead_and_die(source: Path, out: Path, told: str) -> None:
     """In a process of its own: write the follower's pid to `told`, and be killed in the second layer."""
     patched = pytest.MonkeyPatch()
+    tempfile.tempdir = str(Path(told).parent)
 
     def die(pids):
         Path(told).write_text(f"{pids[0]}")
@@ -219,6 +221,7 @@ def test_a_killed_leader_takes_the_follower_along_and_the_next_run_gives_the_sam
     process.join(240)
     assert process.exitcode == -signal.SIGKILL
     assert gone(int((tmp_path / "pid").read_text()))
+    assert list(tmp_path.glob("gemq-devices-*")) == []
     assert quantized(gemma3, tmp_path / "out", RECIPE, devices=TWO, resume="required").seal == together.seal
 
 
