@@ -237,8 +237,9 @@ def _making(manifest: dict[str, Any], recipe: dict[str, Any]) -> list[str]:
     if smoothed:
         left_out += [f"{len(smoothed)} norms and up projections were smoothed; `gemq.json` lists them, with each unit's alpha and losses.", ""]
     threads = f" with {manifest['threads']} thread{'s' if manifest['threads'] > 1 else ''}" if manifest["threads"] else ""
+    devices = manifest["device"] if "devices" not in manifest else f"{manifest['devices']} devices ({manifest['device']})"
     return ["## How it was made", "", "| scheme | solver | units (what is fused for serving is one) |", "|---|---|---|", *table, "", how, "",
-            *left_out, f"Seed {manifest['seed']}, on {manifest['device']}{threads}, by {versions}. `recipe.yaml` is the whole recipe, "
+            *left_out, f"Seed {manifest['seed']}, on {devices}{threads}, by {versions}. `recipe.yaml` is the whole recipe, "
             "`provenance.intoto.json` names every file that went in by its SHA-256."]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ Activation order is static: scales belong to consecutive inputs, as served; only
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,14 @@ class Hessian:
             if self.cross is None:
                 self.cross = torch.zeros_like(self.sum)
             self.cross.addmm_((source.reshape(flat.shape).to(torch.float32) - flat).T, flat)
+
+    def blocks(self) -> Iterator[torch.Tensor]:
+        """Views of the sums, a few rows at a time and together all that is computed of them: to add up those of several devices."""
+        size = self.sum.shape[0]
+        for start in range(0, size, self._block):
+            yield self.sum[start : start + self._block, start:]
+        if self.cross is not None:
+            yield from self.cross.split(self._block)
 
     def mean(self, name: str) -> torch.Tensor:
         """H [in, in] float32, made in place of the sum, so that it can be asked for once.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,16 +26,32 @@ class Budget:
     memory_bytes: int
     dtype: torch.dtype
     batch_tokens: int = _BATCH_TOKENS
+    beside_bytes: int = 0  # of it that others than torch and CUDA itself take: NCCL
 
     def activation_bytes(self, plan: Plan) -> int:
         """How much of it is left for what batches hold; raises UsageError naming the memory that `plan` needs where it is not enough."""
-        working = _CONTEXT_BYTES + _working_bytes(plan, self.batch_tokens)
+        working = _CONTEXT_BYTES + self.beside_bytes + _working_bytes(plan, self.batch_tokens)
         if working > self.memory_bytes:
             raise UsageError(
                 f"--gpu-memory {self.memory_bytes / 2**30:.1f}GiB is too little for this model, whose largest unit takes "
                 f"{working / 2**30:.1f} GiB to solve", f"give at least {working / 2**30 + 0.1:.1f}GiB, or --device cpu",
             )  # fmt: skip
         return self.memory_bytes - working
+
+    def beside(self, taken_bytes: int, device: str) -> Budget:
+        """The same where something beside torch has taken so much of the GPU; torch is held to what that leaves, if it was held."""
+        if taken_bytes:
+            total = torch.cuda.get_device_properties(device).total_memory
+            if self.memory_bytes < total:
+                left = self.memory_bytes - _CONTEXT_BYTES - taken_bytes
+                torch.cuda.set_per_process_memory_fraction(max(0.0, left / total), device)
+        return replace(self, beside_bytes=taken_bytes)
+
+
+def too_little(error: torch.OutOfMemoryError, memory_bytes: int | None) -> UsageError:
+    """gemq's error for torch's, on a device that was held to `memory_bytes`, or to nothing."""
+    held = "the device" if memory_bytes is None else f"--gpu-memory {memory_bytes / 2**30:.1f}GiB"
+    return UsageError(f"{held} is too little for this: {str(error).splitlines()[0][:200]}", "give more, or fewer samples")
 
 
 def parse_memory(text: str) -> int:

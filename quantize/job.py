@@ -31,6 +31,7 @@ class Job:
     device: str = "cpu"
     resume: Resume = "auto"
     gpu_memory_bytes: int | None = None  # None: 8 GiB
+    devices: tuple[str, ...] = ()  # that share the calibration batches, `device` first; none: `device` alone
 
 
 def versions() -> dict[str, str]:
@@ -50,6 +51,7 @@ def identity_of(job: Job, hashes: dict[str, str]) -> dict[str, Any]:
         "device": torch.device(job.device).type,
         "threads": _threads_that_matter(job),
         "versions": versions(),
+        **({"number of devices": len(job.devices)} if len(job.devices) > 1 else {}),  # it decides the order of sums
     }
 
 
@@ -66,6 +68,7 @@ def manifest_of(job: Job, hashes: dict[str, str], reports: dict[str, dict[str, A
         "seed": job.seed,
         "device": torch.device(job.device).type,
         "threads": _threads_that_matter(job),
+        **({"devices": len(job.devices)} if len(job.devices) > 1 else {}),
         "versions": versions(),
         "bytes": {"source": plan.source_bytes(), "checkpoint": plan.checkpoint_bytes(), "per_token_source": int(before),
                   "per_token_checkpoint": int(after), "bits_per_decoder_weight": round(plan.bits_per_weight(), 4)},

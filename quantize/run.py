@@ -15,6 +15,7 @@ import yaml
 
 from gemq import atomic, output
 from gemq.calibration.media import media_inputs
+from gemq.calibration.sets import CalibrationSet
 from gemq.errors import UsageError
 from gemq.memory import return_freed_memory
 from gemq.quantize import gptq, smoothing
@@ -22,13 +23,15 @@ from gemq.quantize.card import inherited_fields
 from gemq.quantize.checkpoint import accounts, write_companions
 from gemq.quantize.experts import solve_experts
 from gemq.quantize.folds import Folds
-from gemq.quantize.gpu import budget_of
+from gemq.quantize.follower import Share
+from gemq.quantize.gpu import budget_of, too_little
 from gemq.quantize.job import Job, identity_of, manifest_of
 from gemq.quantize.journal import Journal, is_fresh, open_journal
 from gemq.quantize.loading import FiniteCheck
 from gemq.quantize.phases import Phases
 from gemq.quantize.plan import Pair, Stored, Unit, stored_matrices
 from gemq.quantize.provenance import PROVENANCE_FILE
+from gemq.quantize.ranks import Ranks, shares_of
 from gemq.quantize.rtn import round_to_nearest
 from gemq.quantize.scales import restore
 from gemq.quantize.seal import CARD_FILE, REPORTS, SealedFile, write_seal
@@ -84,8 +87,7 @@ def quantize(job: Job, measure: Callable[[Path], list[dict[str, Any]]] | None = 
                 atomic.publish(run.directory, job.output)
                 shutil.rmtree(partial)
         except torch.OutOfMemoryError as error:
-            held = "the device" if job.gpu_memory_bytes is None else f"--gpu-memory {job.gpu_memory_bytes / 2**30:.1f}GiB"
-            raise UsageError(f"{held} is too little for this: {str(error).splitlines()[0][:200]}", "give more, or fewer samples") from None
+            raise too_little(error, job.gpu_memory_bytes) from None
         finally:
             run.stop()
     return Outcome(job.output, seal, manifest, seconds, run.phases.seconds)
@@ -100,6 +102,7 @@ class _Run:
         needs = self.plan.recipe.needs_calibration
         if needs and job.calibration is None:
             raise UsageError(f"recipe {self.plan.recipe.name} needs a calibration set", "give --calibration")
+        shares = shares_of(job, self._budget)
         # beside a GPU there is no need to wait for the source's digests before a fresh run begins, only before its first record
         later = self._threads > 0 and is_fresh(partial, job.resume)
         self._hashing: Future[dict[str, str]] | None = None
@@ -128,6 +131,8 @@ class _Run:
         self._folds = Folds(self.plan, self.reader, self.writing)
         self._awaiting: dict[str, tuple[Unit, Matrix, Solved]] = {}  # by module: solved, and written when its scales are final
         self._held = {part for part in self._parts if self._holds(part)}
+        # they make ready while the rest is copied
+        self._ranks = Ranks(job, shares, self._budget, self.phases) if shares and len(self._held) < len(self._parts) else None
 
     def _know_source(self) -> None:
         assert self._hashing is not None
@@ -135,6 +140,8 @@ class _Run:
 
     def stop(self) -> None:
         """End what works beside the solving, before the lock on the output goes."""
+        if self._ranks is not None:
+            self._ranks.close()
         self.writing.close()
 
     def _names(self, part: str) -> list[str]:
@@ -172,15 +179,7 @@ class _Run:
                     self._solve_by_rows(unit, None)
                 self._finish(_TABLES)
             if self.plan.recipe.needs_calibration and len(self._held) < len(self._parts):
-                assert self.job.calibration is not None
-                media = media_inputs(self.job.calibration.records, self.job.source.directory)
-                walk = Walk(
-                    self.plan, self.reader, self.job.calibration.windows, self.job.device, media, budget=self._budget, phases=self.phases
-                )
-                walk.run(Walker(
-                    self._restored, self._solve_unit, lambda index: self._finish(f"layer {index}"), self._solve_experts, self._tune,
-                    self._producer,
-                ))  # fmt: skip
+                self._walk()
             else:
                 left = [part for part in self._parts if part not in self._held]
                 ahead = self._read_ahead([unit for part in left for unit in self._parts[part]])
@@ -195,6 +194,21 @@ class _Run:
                 self._finish(_REST)
             with self.phases("wait for the disk"):
                 self.writing.drain()
+
+    def _walk(self) -> None:
+        """Solve in a walk, alone or with the processes on further devices."""
+        walker = Walker(
+            self._restored, self._solve_unit, lambda index: self._finish(f"layer {index}"), self._solve_experts, self._tune, self._producer
+        )
+        mine: CalibrationSet | Share | None = self.job.calibration
+        budget = self._budget
+        assert mine is not None
+        if self._ranks is not None:
+            budget, mine, walker = self._ranks.join(), self._ranks.share, self._ranks.led(walker)
+        media = media_inputs(mine.records, self.job.source.directory)
+        Walk(self.plan, self.reader, mine.windows, self.job.device, media, budget=budget, phases=self.phases).run(walker)
+        if self._ranks is not None:
+            self._ranks.end()
 
     def _finish(self, part: str) -> None:
         if part in self._parts and part not in self._held:

@@ -34,6 +34,7 @@ from gemq.quantize.tuning import Call
 from gemq.shards import ShardReader
 
 Media = Callable[[], dict[str, torch.Tensor]]
+BATCH_TOKENS = 2048  # of a batch on a CPU; it decides the order of sums, as a GPU's does
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Walker:
     producer: Callable[[Pair], torch.Tensor | None] | None = None
 
 
-def batches_of(windows: Sequence[Sequence[int]], tokens: int = 2048) -> list[torch.Tensor]:
+def batches_of(windows: Sequence[Sequence[int]], tokens: int = BATCH_TOKENS) -> list[torch.Tensor]:
     """The windows as id tensors [windows, length] of one length each and about `tokens` tokens, the longest first."""
     by_length: dict[int, list[Sequence[int]]] = {}
     for window in windows:

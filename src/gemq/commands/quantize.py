@@ -45,8 +45,12 @@ def quantize(
     eval_records: Annotated[int, typer.Option(min=1, help="Records or windows to measure on.")] = 16,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda or cuda:N.")] = "auto",
+    devices: Annotated[
+        str | None,
+        typer.Option(help="Several that share the calibration batches, instead of --device: 0,1 (GPUs) or cpu,cpu. The first solves and writes."),
+    ] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option(help="What to take of a GPU at most, such as 20GiB; what doesn't fit waits in host memory. Default: 8GiB.")
+        str | None, typer.Option(help="What to take of each GPU at most, such as 20GiB; what doesn't fit waits in host memory. Default: 8GiB.")
     ] = None,
     resume: Annotated[str, typer.Option(help="auto, required or never: what to do with an unfinished run.")] = "auto",
     ppl_budget: Annotated[
@@ -106,10 +110,20 @@ def quantize(
         used = with_format(used, format_)
     measure_on = _measuring_data(eval_data)
 
-    from gemq.devices import choose
+    from gemq.devices import choose, choose_several
     from gemq.quantize.skeleton import load_skeleton
 
-    chosen = choose(device)
+    together: tuple[str, ...] = ()
+    if devices is not None:
+        from gemq.quantize.ranks import require_divisible
+
+        if device != "auto":
+            raise UsageError(f"--device {device} and --devices {devices} are given", "give one of them")
+        if budget is not None:
+            raise UsageError("a search builds and measures on one device, and --devices is given", "give --device instead")
+        together = choose_several(devices)
+        require_divisible(used)
+    chosen = together[0] if together else choose(device)
     if gpu_memory is not None and not chosen.startswith("cuda"):
         raise UsageError(f"--gpu-memory {gpu_memory} has nothing to hold to: this runs on the {chosen}", "leave it out, or give --device cuda")
     source = resolve(model, revision)
@@ -117,7 +131,7 @@ def quantize(
     plan = make_plan(skeleton, used)
     require_pairs(plan)
     if dry_run:
-        _show_plan(plan, samples * length, chosen)
+        _show_plan(plan, samples * length, chosen, max(1, len(together)))
         return
     if reader is None:
         raise UsageError(f"{source.directory} has a config.json and no weights", "fetch the weights too; --dry-run works without them")
@@ -165,7 +179,7 @@ def quantize(
             raise
         return [summary(results[0].to_json(), data)]
 
-    job = Job(source, plan, reader, windows, target, seed, chosen, resume, gpu_memory_bytes)  # type: ignore[arg-type]
+    job = Job(source, plan, reader, windows, target, seed, chosen, resume, gpu_memory_bytes, together)  # type: ignore[arg-type]
     outcome = make_checkpoint(job, measure)
     _show_outcome(outcome, plan, results[0] if results else None)
 
@@ -229,13 +243,13 @@ def _measure(
         return evaluated(path, None)
 
 
-def _show_plan(plan: Plan, tokens: int, device: str) -> None:
+def _show_plan(plan: Plan, tokens: int, device: str, devices: int) -> None:
     from gemq.quantize.estimate import estimate
     from gemq.quantize.plan import describe_units
 
     rows = describe_units(plan)
     before, after = plan.bytes_per_token()
-    expected = estimate(plan, tokens, device)
+    expected = estimate(plan, -(-tokens // devices), device)
     architecture = plan.skeleton.architecture.name
     output.table(
         f"{architecture} with {plan.recipe.name}: {plan.recipe.summary}",
@@ -267,8 +281,9 @@ def _show_plan(plan: Plan, tokens: int, device: str) -> None:
             f"checkpoint       {output.human_bytes(size)} -> {output.human_bytes(made)} on disk",
             f"a decoded token  reads {output.human_bytes(before)} -> {output.human_bytes(after)} of linears and head",
             *smoothing,
-            f"this machine     about {output.human_bytes(expected.memory_bytes)} of memory, {output.human_seconds(expected.seconds)} "
-            f"for {tokens} calibration tokens on {device}",
+            f"{'this machine    ' if devices == 1 else f'each of {devices}       '} about {output.human_bytes(expected.memory_bytes)} of memory, "
+            f"{output.human_seconds(expected.seconds)} for {tokens} calibration tokens on "
+            f"{device if devices == 1 else f'{devices} devices'}",
         )),
     )  # fmt: skip
 
