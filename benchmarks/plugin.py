@@ -51,12 +51,15 @@ def shapes_of_a_step() -> dict[tuple[int, int, int], int]:
 
 def cuts(layout: Layout, n: int, blocks: tuple[int, ...] = (1, 2, 4, 8)) -> Iterator[Cut]:
     """Cuts worth trying: enough programs to fill the card, no more of K at once than there is."""
-    for rows, wide, warps, stages in itertools.product((1, 2, 4, 8), blocks, (1, 2, 4, 8), (1, 3)):
-        cut = Cut(rows, wide, warps, stages)
+    for rows, wide, warps, (round_, registers) in itertools.product((1, 2, 4, 8), blocks, (1, 2, 4, 8), ((False, 0), (True, 0), (True, 128))):
+        rounds = -(-layout.blocks // wide)
+        if round_ and (rounds == 1 or rounds > 10 or registers * warps * 32 > 65536):
+            continue
+        cut = Cut(rows, wide, warps, 1, rounds if round_ else 1, registers)
         if not cut.fits(layout) or wide >= 2 * layout.blocks:
             continue
         programs = n / cut.program_rows(layout)
-        if programs < min(100, n / 4) or programs > 20_000 or (stages > 1 and (layout.blocks // wide < 3 or stages > layout.blocks // wide)):
+        if programs < min(100, n / 4) or programs > 20_000:
             continue
         yield cut
 
@@ -113,7 +116,7 @@ def time_cut(weights: Weights, n: int, layout: Layout, cut: Cut, m: int) -> floa
     return graph_us([lambda t=t: matvec(x, *t, None, layout, cut) for t in takes]) / count
 
 
-def _compile(job: tuple[int, int, int, int, tuple[int, int, int, int]]) -> None:
+def _compile(job: tuple[int, int, int, int, tuple[int, ...]]) -> None:
     """Compile one cut into Triton's cache (in a process of its own), for `cuts` to be timed without waiting."""
     bits, k, group, m, cut = job
     layout = Layout(bits, k, group)
@@ -139,7 +142,7 @@ def compile_all(jobs: list[Any], processes: int, until: float, compile_one: Call
 
 
 def numbers(cut: Cut) -> list[int]:
-    return [cut.rows, cut.blocks, cut.warps, cut.stages]
+    return [cut.rows, cut.blocks, cut.warps, cut.stages, cut.unroll, cut.registers]
 
 
 def job_of(layout: Layout, m: int, cut: Cut) -> tuple[Any, ...]:
@@ -183,7 +186,7 @@ def batches(table: dict[str, Any], weights: Weights, seconds: float, processes: 
         n, k, group = map(int, key.split(","))
         layout, one = Layout(4, k, group), entry["cut"]
         options[key] = [cut for cut in cuts(layout, n, (one.blocks,))
-                        if cut.rows <= 4 and cut.stages in (1, one.stages) and cut.warps in (one.warps, 4)]  # fmt: skip
+                        if cut.rows <= 4 and cut.unroll in (1, one.unroll) and cut.warps in (one.warps, 4)]  # fmt: skip
         if one not in options[key]:
             options[key].append(one)
         for m in SIZES[1:]:
@@ -265,7 +268,7 @@ def copy_tb_s() -> float:
 
 
 def kernels(args: argparse.Namespace) -> None:
-    shapes = shapes_of_a_step()
+    shapes = {shape: count for shape, count in shapes_of_a_step().items() if not args.only or f"{shape[0]}x{shape[1]}" in args.only}
     result: dict[str, Any] = {"card": torch.cuda.get_device_name(), "copy_tb_s": copy_tb_s()}
     torch.cuda.empty_cache()
     result["launch_us"] = empty_launches()
@@ -275,8 +278,9 @@ def kernels(args: argparse.Namespace) -> None:
     batches(table, weights, args.seconds / 2, args.processes)
     result["check"] = check(table)
     del weights
-    result["step"] = {m: whole_step(table, m) for m in SIZES}
-    print(json.dumps(result["step"], indent=1), flush=True)
+    if not args.only:
+        result["step"] = {m: whole_step(table, m) for m in SIZES}
+        print(json.dumps(result["step"], indent=1), flush=True)
     tuned = {key: {str(m): numbers(cut) for m, (_, cut) in entry["by_m"].items()} for key, entry in table.items()}
     result["shapes"] = {key: {"us": {m: us for m, (us, _) in entry["by_m"].items()}, "count": entry["count"], "tb_s": entry["tb_s"],
                               "all": entry["all"][:12]} for key, entry in table.items()}  # fmt: skip
@@ -290,6 +294,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kernel", choices=("plain", "tensor"), help="which kernel to check, tune and time")
     parser.add_argument("--seconds", type=float, default=120, help="for tuning")
+    parser.add_argument("--only", nargs="*", help="shapes as 2560x10240, of the plain kernel")
     parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

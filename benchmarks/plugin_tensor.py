@@ -15,6 +15,8 @@ from gemq_int4.launch import TensorCut, matvec, tensor_expanded, tensor_matvec
 from gemq_int4.layout import Layout, tile
 from plugin import SIZES, Weights, compile_all, copy_tb_s, graph_us, group_of, shapes_of_a_step, step_shapes, time_cut, whole_step
 
+MOST_MS = 3.0  # for eight rows, by the sum of single launches: a little less than Marlin's step on an H200, 3.23
+
 
 def tensor_cuts(n: int, k: int) -> Iterator[TensorCut]:
     """Cuts of the tensor cores' kernel worth trying: the fewer rows, the more warps share K; the more is on its way, the more registers."""
@@ -25,18 +27,32 @@ def tensor_cuts(n: int, k: int) -> Iterator[TensorCut]:
         if not fewest <= warps <= most or (eights == 4 and n <= 8192) or each % parts or each // parts > 10 or each * warps > 1.25 * chunks:
             continue
         at_once = eights * each // parts
-        for registers, early in ((0, False), (96, False), (96, True), (128, False), (128, True), (168, True)):
-            if registers * warps * 32 <= 65536 and at_once > (0 if registers == 0 else 2 if registers <= 128 else 8):
-                yield TensorCut(warps, eights, each // parts, registers, early)
+        for (registers, early), spread in itertools.product(((0, False), (96, False), (128, False), (128, True), (168, True)), (False, True)):
+            fewest_at_once = 0 if registers == 0 else 2 if registers <= 128 else 8
+            if registers * warps * 32 <= 65536 and at_once > fewest_at_once and (registers or not spread):
+                yield TensorCut(warps, eights, each // parts, registers, early, spread)
 
 
-def takes_tensor(entry: dict[str, Any]) -> bool:
-    """Whether a shape is the tensor cores' kernel's: a little more for one row is given for what it saves from three rows on."""
-    return entry["plain_us"] is None or bool(entry["us"] <= 1.15 * entry["plain_us"])
+def choose(table: dict[str, Any], most_ms: float) -> set[str]:
+    """The shapes that the tensor cores' kernel takes: where it is no slower for one row, and then, until eight rows of a step take at most
+    `most_ms`, where one row loses least for what eight save."""
+    taken = {key for key, entry in table.items() if entry["plain_by_m"] is None or entry["us"] <= 1.01 * entry["plain_by_m"][1]}
+
+    def cost(key: str, m: int) -> float:
+        entry = table[key]
+        return float(entry["count"] * (entry["by_m"] if key in taken else entry["plain_by_m"])[m] / 1e3)
+
+    def price(key: str) -> float:
+        entry = table[key]
+        return float((entry["us"] - entry["plain_by_m"][1]) / max(1e-9, entry["plain_by_m"][8] - entry["by_m"][8]))
+
+    while sum(cost(key, 8) for key in table) > most_ms and len(taken) < len(table):
+        taken.add(min(set(table) - taken, key=price))
+    return taken
 
 
 def numbers_of(cut: TensorCut) -> tuple[Any, ...]:
-    return (cut.warps, cut.eights, cut.chunks, cut.registers, cut.early)
+    return (cut.warps, cut.eights, cut.chunks, cut.registers, cut.early, cut.spread)
 
 
 def take_tiles(weights: Weights, n: int, k: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,22 +125,22 @@ def tune_tensor(shapes: dict[tuple[int, int, int], int], weights: Weights, secon
         size = n * k / 2 + (n * k / 64 if group > 0 else 2 * n)
         by_m = {1: us, **{m: timed(n, k, group, best, m) for m in SIZES[1:]}}
         other = plain.get(f"{n},{k},{group}")
-        plain_us = time_cut(weights, n, Layout(4, k, group), other["by_m"][1][1], 1) if other else None
-        table[f"{n},{k},{group}"] = {"plain_us": plain_us, "us": us, "cut": best, "count": count, "by_m": by_m,
+        plain_by_m = {m: time_cut(weights, n, Layout(4, k, group), other["by_m"][m][1], m) for m in SIZES} if other else None
+        table[f"{n},{k},{group}"] = {"plain_by_m": plain_by_m, "us": us, "cut": best, "count": count, "by_m": by_m,
                                      "all": [(round(each, 2), list(numbers_of(cut))) for each, cut in found[:12]]}  # fmt: skip
         ranked = "  ".join(f"{each:.2f} {'/'.join(str(int(each)) for each in numbers_of(cut))}" for each, cut in found[:5])
-        rate = f"{us:7.2f} us {size / us / 1e6:5.2f} TB/s  m8 {by_m[8]:.2f}  plain {plain_us or 0:.2f}"
+        others = [round(each, 2) for each in plain_by_m.values()] if plain_by_m else None
+        rate = f"{us:7.2f} us {size / us / 1e6:5.2f} TB/s  m8 {by_m[8]:.2f}  plain {others}"
         print(f"{n:7d} x {k:5d} g{group:4d} x{count:3d}: {rate}  {ranked}  ({len(found)} tried)", flush=True)
     return table
 
 
-def tensor_step(table: dict[str, Any], m: int, plain: dict[str, Any] | None = None) -> dict[str, float]:
-    """As `whole_step`, by the tensor cores' kernel; by `plain` cuts of the plain one, where it was faster, if they are given."""
+def tensor_step(table: dict[str, Any], m: int, plain: dict[str, Any] | None = None, taken: set[str] | None = None) -> dict[str, float]:
+    """As `whole_step`, by the tensor cores' kernel; if `plain` cuts are given, by the plain one for all shapes but `taken`."""
     weights, calls = Weights(sum(n * k // 8 for _, n, k in step_shapes()) + (1 << 20)), []
     for name, n, k in step_shapes():
         group = group_of(name)
-        entry = table[f"{n},{k},{group}"]
-        if plain and not takes_tensor(entry):
+        if plain and taken is not None and f"{n},{k},{group}" not in taken:
             layout, other = Layout(4, k, group), plain[f"{n},{k},{group}"]["by_m"][m][1]
             x, own = torch.randn(m, k, device="cuda", dtype=torch.bfloat16), weights.take(n, layout)
             calls.append(lambda x=x, own=own, layout=layout, other=other: matvec(x, *own, None, layout, other))
@@ -168,17 +184,18 @@ def tensor(args: argparse.Namespace) -> None:
     torch.cuda.empty_cache()
     args.out.mkdir(parents=True, exist_ok=True)
     some = [(256, 512, 128), (264, 2560, 64), (2048, 2560, 32), (72, 544, -1)]
-    result["first_check"] = check_tensor(some, lambda n, k, group: [TensorCut(1, 2, 1), TensorCut(2, 4, 1), TensorCut(4, 2, 1)])
+    result["first_check"] = check_tensor(some, lambda n, k, group: [TensorCut(1, 2, 1), TensorCut(2, 4, 1, 128, True, True), TensorCut(4, 2, 1)])
     weights = Weights()
     table = tune_tensor(shapes, weights, args.seconds, args.processes)
     del weights
     result["shapes"] = {key: {**entry, "cut": list(numbers_of(entry["cut"]))} for key, entry in table.items()}
-    tuned = {key: entry["cut"] for key, entry in result["shapes"].items() if takes_tensor(entry)}  # the plain kernel keeps the others
+    taken = choose(table, MOST_MS)
+    tuned = {key: entry["cut"] for key, entry in result["shapes"].items() if key in taken}
     (args.out / "tuned_tensor.json").write_text(json.dumps({"card": result["card"], "tensor": tuned}, indent=1))
     result["check"] = check_tensor(list(shapes), lambda n, k, group: [table[key]["cut"] for key in table if key.endswith(f",{k},{group}")])
     result["step"] = {"tensor": {m: tensor_step(table, m) for m in SIZES}}
     plain = shipped(result["card"])
-    for name, step in (("both", lambda m: tensor_step(table, m, plain)), ("plain", lambda m: whole_step(plain, m)), ("marlin", marlin_step)):
+    for name, step in (("both", lambda m: tensor_step(table, m, plain, taken)), ("plain", lambda m: whole_step(plain, m)), ("marlin", marlin_step)):
         try:
             result["step"][name] = {m: step(m) for m in SIZES}
         except Exception as error:

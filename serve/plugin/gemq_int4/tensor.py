@@ -58,14 +58,22 @@ def _split4(v, S: tl.constexpr, R: tl.constexpr):
     return v0, v1, v2, v3
 
 
+@triton.jit
+def _from(v, lane):
+    """v of the warp's thread `lane`, both [4, 8, S, 1]."""
+    return tl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", [v, lane], dtype=tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit(do_not_specialize=["M"])
 def gemv_tensor(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, K: tl.constexpr, GC: tl.constexpr, S: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
-                EARLY: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
+                EARLY: tl.constexpr, SPREAD: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
     """y [M, N] from x [M, K / 2] int32 (pairs of bf16), w [N / 8, chunks, 8, 4, 4] as `layout.tile` makes it, s [N, chunks GC].
 
     A program owns 8 R rows of W, S warps share K, and a warp has P chunks of 128 of K on their way at once.
     GC: groups in a chunk (1, 2 or 4), 0 where a row has one scale. EARLY: products wait for their scales, which changes no result: the compiler
     reads what the last operation needs last, and a second wait for memory costs more than the few operations.
+    SPREAD, for M = 1: the eight threads that would hold eight rows of x hold the one row's next eight chunks instead, all read at the start, and
+    each product takes its chunk from them; the other columns of a product then repeat the first, and nobody stores them.
     """
     CHUNKS: tl.constexpr = (K + 127) // 128
     EACH: tl.constexpr = (CHUNKS + S - 1) // S
@@ -102,6 +110,15 @@ def gemv_tensor(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, K: tl.constexpr, GC: tl
                     else:
                         each += (tl.load(s_at + (first + p) * GC + i, mask=there & (t >= 0) & (g >= 0), other=0.0),)
                 scales += (each,)
+        spread = ()
+        if SPREAD:
+            for j in tl.static_range((P + 7) // 8):
+                for c in tl.static_range(4):
+                    chunk = first + j * 8 + g
+                    pair = (part * EACH + chunk) * 64 + c * 16 + t * 4
+                    here = ((chunk < EACH) & (pair < K // 2))[:, :, :, :, None]
+                    v = tl.load((x_ptr + pair)[:, :, :, :, None] + four, mask=here, other=0)
+                    spread += (_split4(v, S, 1),)
         for p in tl.static_range(P):
             q = _split4(words[p], S, R)
             first_bits = magic
@@ -111,13 +128,18 @@ def gemv_tensor(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, K: tl.constexpr, GC: tl
             sum_a = tl.zeros((4, 8, S, R), tl.float32)
             sum_b = tl.zeros((4, 8, S, R), tl.float32)
             for c in tl.static_range(4):
-                if EVEN and K % 128 == 0:
-                    here = (g < M)[:, :, :, :, None]
+                if SPREAD:
+                    lane = t + (p % 8) * 4 + ((g + part) >> 30)
+                    held = spread[(p // 8) * 4 + c]
+                    x0, x1, x2, x3 = _from(held[0], lane), _from(held[1], lane), _from(held[2], lane), _from(held[3], lane)
                 else:
-                    pair = (part * EACH + first + p) * 64 + c * 16 + t * 4
-                    here = ((g < M) & (first + p < EACH) & (pair < K // 2))[:, :, :, :, None]
-                v = tl.load(x_at + ((first + p) * 64 + c * 16), mask=here, other=0)
-                x0, x1, x2, x3 = _split4(v, S, 1)
+                    if EVEN and K % 128 == 0:
+                        here = (g < M)[:, :, :, :, None]
+                    else:
+                        pair = (part * EACH + first + p) * 64 + c * 16 + t * 4
+                        here = ((g < M) & (first + p < EACH) & (pair < K // 2))[:, :, :, :, None]
+                    v = tl.load(x_at + ((first + p) * 64 + c * 16), mask=here, other=0)
+                    x0, x1, x2, x3 = _split4(v, S, 1)
                 sum_a, sum_b = tl.inline_asm_elementwise(
                     _TWO_PRODUCTS, "=f,=f,=f,=f,r,r,r,r,r,r,r,r,r,r,f,f,f,f,r,r",
                     [q[c], tl.broadcast_to(x0, (4, 8, S, R)), tl.broadcast_to(x1, (4, 8, S, R)), tl.broadcast_to(x2, (4, 8, S, R)),
