@@ -180,6 +180,7 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="*", default=["w4a16", "w4a16-fast", "fp8", "w4a16@4GiB"], help="by name; with @4GiB: --gpu-memory 4GiB")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--no-probes", action="store_true", help="don't measure what the machine can do")
     parser.add_argument("--layers", type=int, help="a slice without shared layers instead of the whole model")
     parser.add_argument("--peer", type=Path, help="a script that runs llm-compressor on a slice: CONFIG_JSON LAYERS SAMPLES LENGTH")
     parser.add_argument("--peer-config", type=Path, help="the config.json of E4B that it reads, beside a tokenizer")
@@ -192,13 +193,14 @@ def main() -> None:
     output.note(f"source made in {time.monotonic() - started:.1f} s, {source_bytes / 1e9:.2f} GB")
     ids = options.work / "ids.jsonl"
     write_ids(ids, options.samples, options.length, e4b_config()["vocab_size"])
-    can = probes(options.work)
+    can = {} if options.no_probes else probes(options.work)
     torch.cuda.empty_cache()
     output.note(torch.cuda.get_device_name())
     units = {name: (1e12, "TFLOP/s") if "product" in name else (1e9, "GB/s") for name in can}
-    output.note("this machine: " + ", ".join(f"{name} {rate / units[name][0]:.3g} {units[name][1]}" for name, rate in can.items()))
-    dry = run([sys.executable, "-m", "gemq", "quantize", str(source), "--dry-run", "--device", "cpu", "--json"], options.work / "dry.log", 120)
-    output.note(f"a dry run, which imports and plans as every command does, takes {dry.seconds:.1f} s")
+    if can:
+        output.note("this machine: " + ", ".join(f"{name} {rate / units[name][0]:.3g} {units[name][1]}" for name, rate in can.items()))
+        dry = run([sys.executable, "-m", "gemq", "quantize", str(source), "--dry-run", "--device", "cpu", "--json"], options.work / "dry.log", 120)
+        output.note(f"a dry run, which imports and plans as every command does, takes {dry.seconds:.1f} s")
     must = operations(options.layers, options.samples * options.length)
     failed = []
     for given in options.recipes:
@@ -239,8 +241,8 @@ def show(
     for name, seconds in sorted(phases.items(), key=lambda item: (item[0].endswith("beside"), -item[1])):
         reached = ""
         if name in must and seconds:
-            reached = f"{must[name] / seconds / 1e12:.0f} TFLOP/s of {can['bf16 product'] / 1e12:.0f}"
-        elif name == "hash, beside" and seconds:
+            reached = f"{must[name] / seconds / 1e12:.0f} TFLOP/s" + (f" of {can['bf16 product'] / 1e12:.0f}" if can else "")
+        elif name == "hash, beside" and seconds and can:
             reached = f"one thread does {can['sha256'] / 1e9:.2f} GB/s"
         rows.append((name, f"{seconds:.2f}", reached))
     shape = f"{options.layers} layers of E4B's widths" if options.layers else "E4B's shape"

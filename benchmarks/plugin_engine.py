@@ -92,7 +92,7 @@ def fill(model: Any) -> None:
         groups = 1 if prefix.endswith("lm_head") else k // 128
         return ((0.5 + torch.rand(n, groups, generator=draw(f"{prefix}.s"), device="cuda")) / (4.6 * math.sqrt(k))).to(torch.bfloat16)
 
-    packed = {name for name, _ in model.named_parameters() if name.endswith("weight_packed")}
+    packed = {name for name in model.state_dict() if name.endswith("weight_packed")}
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             prefix, _, kind = name.rpartition(".")
@@ -105,7 +105,7 @@ def fill(model: Any) -> None:
             elif tensor.element_size() == 1 and tensor.is_floating_point():
                 for part in tensor.split(65536):
                     part.copy_(torch.empty(part.shape, dtype=torch.bfloat16, device="cuda").normal_(0, 20, generator=draw(name)))
-            elif kind == "weight_scale" and f"{prefix}.weight_packed" not in packed:
+            elif ours and kind == "weight_scale" and f"{prefix}.weight_packed" not in packed:
                 tensor.fill_(0.001)  # of an fp8 matrix
             elif ours and kind == "weight_scale":
                 groups = tensor.shape[1]

@@ -145,8 +145,8 @@ def tensor_step(table: dict[str, Any], m: int, plain: dict[str, Any] | None = No
             x, own = torch.randn(m, k, device="cuda", dtype=torch.bfloat16), weights.take(n, layout)
             calls.append(lambda x=x, own=own, layout=layout, other=other: matvec(x, *own, None, layout, other))
             continue
-        cut, x, taken = table[f"{n},{k},{group}"]["cut"], torch.randn(m, k, device="cuda", dtype=torch.bfloat16), take_tiles(weights, n, k, group)
-        calls.append(lambda x=x, taken=taken, k=k, group=group, cut=cut: tensor_matvec(x, *taken, None, k, group, cut))
+        cut, x, tiles = table[f"{n},{k},{group}"]["cut"], torch.randn(m, k, device="cuda", dtype=torch.bfloat16), take_tiles(weights, n, k, group)
+        calls.append(lambda x=x, tiles=tiles, k=k, group=group, cut=cut: tensor_matvec(x, *tiles, None, k, group, cut))
     return {"ms": graph_us(calls, 10) / 1e3, "ms_without_head": graph_us(calls[:-1], 10) / 1e3}
 
 
