@@ -101,13 +101,14 @@ def inverse_factor(hessian: torch.Tensor, dampening: float, name: str, order: to
     reverse = order.flip(0)
     damping = dampening
     while damping <= 1.0:
-        # matrices of this size set the walk's peak of memory: at most two in float64
+        # matrices of this size set the walk's peak of memory: one in float64, whose factor takes its place
         damped = torch.empty(size, size, dtype=torch.float64, device=hessian.device)
         for start in range(0, size, 1024):
             damped[start : start + 1024] = hessian[reverse[start : start + 1024]].index_select(1, reverse)
         damped.diagonal().copy_(diagonal[reverse] + damping * diagonal.mean())
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        lower, failed = damped.T, torch.empty((), dtype=torch.int32, device=hessian.device)  # symmetric, and LAPACK's columns lie as its rows do
         del damped
+        torch.linalg.cholesky_ex(lower, out=(lower, failed))
         if not failed.item() and torch.isfinite(lower.diagonal()).all():
             _invert_lower(lower)
             factor = lower.to(torch.float32)

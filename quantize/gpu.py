@@ -13,6 +13,7 @@ from gemq.quantize.plan import Plan
 DEFAULT_MEMORY = "8GiB"
 _UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _CONTEXT_BYTES = 640 << 20  # of CUDA itself with its kernels and workspaces, outside torch's allocator; measured on an H200
+_SLACK_BYTES = 320 << 20  # of torch's allocator (pages that are in use in part) and of the libraries' own workspaces
 _SMALLEST = 1 << 30
 # Both decide the order of sums, and so the bytes of a checkpoint: they don't depend on the memory that is given.
 _BATCH_TOKENS = 8192
@@ -119,12 +120,12 @@ def _working_bytes(plan: Plan, batch_tokens: int) -> int:
         # the weights in float32, as they are and as they are stored, and ten times the rows of a piece
         weights = 4 * size * (3 * rows + 10 * min(rows, _PIECE_ROWS))
         if unit.method == "gptq":
-            # the Hessian, and two of its size in float64 with the halves of a third, or its factor and the weights
-            solved = 4 * size * size + max(8 * size * size * 5 // 2, 4 * size * size + weights)
+            # the Hessian, and one of its size in float64 with the halves of another beside the unit's weights, or its factor and the weights
+            solved = 4 * size * size + max(8 * size * size * 3 // 2 + 4 * size * rows, 4 * size * size + weights)
             solving = max(solving, solved)
         else:
             solving = max(solving, weights)
     widest = max((matrix.in_features for matrix in plan.skeleton.matrices), default=0)
     forward = 2 * batch_tokens * 5 * max(widest, plan.skeleton.text.hidden_size) + 4 * widest * widest
     largest = max((size for layer, size in layers.items() if layer is not None), default=0)
-    return int(2 * largest + max(solving, forward))
+    return int(2 * largest + max(solving, forward) + _SLACK_BYTES)

@@ -21,7 +21,7 @@ from gemq.quantize.phases import Phases
 from gemq.quantize.seal import Hashed, sha256_of
 from gemq.shards import ShardReader, ShardWriter
 
-_WAITING_BYTES = 1 << 30  # that may lie in memory before they are written
+_WAITING_BYTES = 384 << 20  # that may lie in memory before they are written; pinned memory comes in powers of two, so up to twice that
 _PIECE_BYTES = 64 << 20
 _DEPTH = 6
 Request = tuple[str, int, int]
