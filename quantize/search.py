@@ -39,11 +39,12 @@ from gemq.recipes.model import Recipe, Rule
 
 Measure = Callable[[Path], tuple[PplResult, list[dict[str, Any]]]]
 TRIALS_FILE = "trials.json"
-_BINDS = 0.85  # a bound this near the budget, from below, is near enough
-_AIM = 0.92  # where in the budget the next build's bound is aimed at
+_BINDS = 0.9  # a bound this near the budget, from below, is near enough
+_FIRST_AIM = 0.93  # where in the budget the first build's bound is aimed at, on a guess of what bounds are over predictions
+_AIM = 0.97  # and the next one's, on what came out: that share falls with the harm, so a mix of less harm lands a little lower
 _LAST_AIM = 0.8  # and that of the last one, as long as none has met it
 _WORTH_A_BUILD = 0.01  # of the cost: where something meets the budget, less to win is no reason for another build
-_BOUND_OVER_PREDICTED = 1.4  # what bounds have been over predictions, where no build has said it yet
+_BOUND_OVER_PREDICTED = 1.6  # what bounds have been over predictions (1.53 to 1.60 with w4a16-best, 2.0 with w4a16), where no build has said it yet
 
 
 @dataclass(frozen=True)
@@ -207,8 +208,9 @@ def _first_reach(known: Sequence[Trial], budget: Budget) -> float:
     """The harm to allow at first: the budget's, by what the build nearest to it had over its prediction."""
     seen = [trial for trial in known if trial.predicted > 0 and trial.upper(budget) > 0]
     nearest = min(seen, key=lambda trial: abs(trial.upper(budget) - budget.nats), default=None)
-    ratio = _BOUND_OVER_PREDICTED if nearest is None else nearest.upper(budget) / nearest.predicted
-    return _AIM * budget.nats / ratio
+    if nearest is None:
+        return _FIRST_AIM * budget.nats / _BOUND_OVER_PREDICTED
+    return _AIM * budget.nats * nearest.predicted / nearest.upper(budget)
 
 
 def _settled(trials: Sequence[Trial], budget: Budget) -> bool:
