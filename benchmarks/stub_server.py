@@ -24,6 +24,7 @@ class Engine:
     max_model_len = 4096
     vocabulary = VOCABULARY
     kv_cache_tokens = 1_000_000
+    chat_template = True
 
     def __init__(self, tokens_per_second: float = 0.0) -> None:
         self.tokens_per_second = tokens_per_second
@@ -68,6 +69,8 @@ class Engine:
         if body.get("model") != self.name:
             return 404, {"error": {"message": f"The model `{body.get('model')}` does not exist.", "code": 404}}, 0.0
         asked = int(body.get("max_completion_tokens") or body.get("max_tokens", 16))
+        if path.endswith("/chat/completions") and not self.chat_template:
+            return 400, {"error": {"message": "you must provide a chat template if the tokenizer does not define one.", "code": 400}}, 0.0
         given = body["messages"][0]["content"] if path.endswith("/chat/completions") else body.get("prompt")
         if isinstance(given, list) and given and isinstance(given[0], dict):  # parts of a message
             if any(part["type"] != "text" for part in given):

@@ -114,8 +114,10 @@ def read_answer(raw: Answer, endpoint: Endpoint, load: Load, prompt: Prompt, whe
         raise StoppedSafely(f"{name} failed at {where} ({response.status_code}): {reason_of(response)}",
                             "see the server's log, start it again, and run the same command again")  # fmt: skip
     if response.status_code != 200:
-        raise UsageError(f"{name} refused {where} ({response.status_code}): {reason_of(response)}",
-                         "choose shorter prompts, a smaller --scale or --vocabulary, or serve with a longer window")  # fmt: skip
+        reason, advice = reason_of(response), "choose shorter prompts, a smaller --scale or --vocabulary, or serve with a longer window"
+        if "chat template" in reason:
+            advice = "this load asks for chat: put the instruction-tuned model's chat_template.jinja into the source, and quantize and package again"
+        raise UsageError(f"{name} refused {where} ({response.status_code}): {reason}", advice)
     arrivals: list[tuple[float, int]] = []
     ids: object
     if load.streamed:

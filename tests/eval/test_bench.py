@@ -409,6 +409,18 @@ def test_prompts_that_do_not_fit(run: Run, tmp_path: Path) -> None:
         assert "--vocabulary" in unknown.next_step
 
 
+def test_a_server_without_a_chat_template_is_told_from_a_short_window(run: Run, tmp_path: Path) -> None:
+    class Base(Engine):
+        chat_template = False
+
+    with StubServer(Base()) as server:
+        error = run("bench", server.url, "--workload", workload_file(tmp_path / "w.yaml", chat=True)).exception
+    assert isinstance(error, UsageError)
+    assert "chat template" in error.message
+    assert "chat_template.jinja" in error.next_step
+    assert "shorter" not in error.next_step
+
+
 def test_text_where_ids_are_sent_needs_a_tokenizer(run: Run, tmp_path: Path, source: Path) -> None:
     words = tmp_path / "p.jsonl"
     words.write_text("".join(json.dumps({"id": n, "prompt": f"the words of prompt {n}"}) + "\n" for n in range(8)))
