@@ -7,6 +7,7 @@ can't show (registers, speed, the order of a reduction on a card) `benchmarks/pl
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,7 +26,7 @@ sys.path.insert(0, str(PLUGIN))
 from gemq_int4 import cuts, layout, settings  # noqa: E402
 from gemq_int4.launch import Cut  # noqa: E402
 
-Cutting = tuple[int, int, int, int]
+Cutting = tuple[int, ...]  # a Cut's numbers
 
 # every K of E4B's linears with the groups that recipes make, and blocks of K side by side: fewer than there are where the loop goes around
 E4B = [(2560, 128, 4), (2560, 32, 8), (2560, 64, 8), (2560, -1, 8), (2048, 128, 2), (4096, 128, 8), (10240, 128, 8), (256, 128, 1), (256, 32, 1)]
@@ -62,6 +63,7 @@ def cases() -> dict[str, dict[str, Any]]:
         found[f"extreme {low} {size}"] = case(4, 256, 4, 32, [(1, ROWS)], low=low, high=high, size=size)
     # up to eight rows of one x; then a second run, and other cuts of N and of the loads
     found["rows"] = case(4, 128, 4, 128, [*((m, ROWS) for m in range(1, 9)), (1, ROWS), (1, (2, 1, 1, 2))])
+    found["unrolled"] = case(4, 1536, 4, 128, [(1, ROWS), (1, (1, 1, 1, 1, 3))])
     for bits, group in LARGE:
         found[f"large {bits} {group}"] = case(3, 256, bits, group, [(33, ROWS)], how="product")
         found[f"weights {bits} {group}"] = case(3, 256, bits, group, [(1, ROWS)], how="expanded")
@@ -111,6 +113,9 @@ def test_a_row_has_the_same_bits_in_every_batch_and_run(ran: Ran) -> None:
         assert torch.equal(batch, whole[:m]), m
     assert torch.equal(again, whole[:1])
     assert torch.equal(otherwise, whole[:1]), "rows a thread and stages must not change a bit"
+    (once, unrolled), one = ran["unrolled"]
+    assert relative(once, one["expected"][:1]) < 2e-5
+    assert torch.equal(unrolled, once)
 
 
 @pytest.mark.parametrize(("bits", "group"), LARGE)
@@ -173,6 +178,12 @@ def test_tuned_cuts_keep_the_order_of_sums() -> None:
             assert set(by_rows) == {1, 2, 4, 8}
             assert len({cut.blocks for cut in by_rows.values()}) == 1
             assert all(isinstance(cut, Cut) and cut.fits(layout.Layout(bits, k, group)) for cut in by_rows.values())
+            assert all(cut.registers * 32 * cut.warps <= 65536 for cut in by_rows.values())
+        for (n, k, group), cut in tensors.items():
+            assert layout.can_tile(4, n, k, group)
+            assert cut.eights % 2 == 0
+            assert math.ceil(math.ceil(k / 128) / cut.warps) % cut.chunks == 0
+            assert cut.registers * 32 * cut.warps <= 65536
 
 
 @pytest.mark.parametrize(("name", "value"), [("GEMQ_INT4", "yes"), ("GEMQ_INT4_LARGE", "both"), ("GEMQ_INT4_TENSOR", "2"), ("GEMQ_INT4_TUNE", "soon"),
