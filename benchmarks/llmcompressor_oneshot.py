@@ -20,7 +20,8 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     weights = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=128)
-    settings = {"config_groups": {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}, "ignore": ["lm_head", "re:.*per_layer_model_projection"]}  # never visited: it would fail at its end, with no statistics
+    ignored = ["lm_head", "re:.*per_layer_model_projection"]  # the second is never visited: a run would end without its statistics
+    settings = {"config_groups": {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}, "ignore": ignored}
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype))
     if method == "rtn":
