@@ -7,8 +7,15 @@ import os
 import shutil
 import signal
 import threading
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+
+def prepare() -> None:
+    """Start the server that followers are forked from, which imports what they need while this process does the same for itself."""
+    forkserver.set_forkserver_preload(["gemq.quantize.warm"])
+    forkserver.ensure_running()
 
 
 def begin(control: Connection, stderr: Path) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -288,3 +290,28 @@ def test_devices_that_can_t_share_a_walk_are_refused_before_any_work(gemma3, tmp
     assert why in ended.exception.message
     assert ended.exception.next_step
     assert not (tmp_path / "out.partial").exists()
+
+
+PREPARED = """
+import multiprocessing, sys
+from gemq.quantize.process import prepare
+
+def modules(pipe):
+    pipe.send(["transformers.modeling_utils" in sys.modules, "gemq.quantize.follower" in sys.modules, sys.modules.get("sklearn", 0) is None])
+
+if __name__ == "__main__":
+    prepare()
+    assert "torch" not in sys.modules, "the server is to import while this process does"
+    mine, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("forkserver").Process(target=modules, args=(theirs,))
+    process.start()
+    print(*mine.recv())
+    process.join()
+"""
+
+
+def test_a_follower_finds_imported_what_it_needs(tmp_path):
+    script = tmp_path / "prepared.py"
+    script.write_text(PREPARED)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["True", "True", "True"], done.stderr

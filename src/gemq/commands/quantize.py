@@ -110,6 +110,10 @@ def quantize(
         used = with_format(used, format_)
     measure_on = _measuring_data(eval_data)
 
+    if devices is not None and not dry_run:
+        from gemq.quantize.process import prepare
+
+        prepare()
     from gemq.devices import choose, choose_several
     from gemq.quantize.skeleton import load_skeleton
 
