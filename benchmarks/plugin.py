@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import dataclasses
 import itertools
 import json
 import os
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gemq_int4.launch import Cut, matvec
+from gemq_int4.launch import Cut, TensorCut, matvec
 from gemq_int4.layout import Layout, arrange, restore
 
 SIZES = (1, 2, 4, 8)
@@ -141,8 +142,9 @@ def compile_all(jobs: list[Any], processes: int, until: float, compile_one: Call
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def numbers(cut: Cut) -> list[int]:
-    return [cut.rows, cut.blocks, cut.warps, cut.stages, cut.unroll, cut.registers]
+def numbers(cut: Cut | TensorCut) -> list[int]:
+    """A cut as tuned/*.json has it."""
+    return list(dataclasses.astuple(cut))
 
 
 def job_of(layout: Layout, m: int, cut: Cut) -> tuple[Any, ...]:

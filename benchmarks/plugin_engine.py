@@ -92,9 +92,9 @@ def fill(model: Any) -> None:
         groups = 1 if prefix.endswith("lm_head") else k // 128
         return ((0.5 + torch.rand(n, groups, generator=draw(f"{prefix}.s"), device="cuda")) / (4.6 * math.sqrt(k))).to(torch.bfloat16)
 
-    packed = {name for name in model.state_dict() if name.endswith("weight_packed")}
+    tensors = model.state_dict()
     with torch.no_grad():
-        for name, tensor in model.state_dict().items():
+        for name, tensor in tensors.items():
             prefix, _, kind = name.rpartition(".")
             ours = prefix.endswith(LINEARS) and not any(tower in name for tower in TOWERS)
             if ours and kind == "weight_packed":
@@ -105,7 +105,7 @@ def fill(model: Any) -> None:
             elif tensor.element_size() == 1 and tensor.is_floating_point():
                 for part in tensor.split(65536):
                     part.copy_(torch.empty(part.shape, dtype=torch.bfloat16, device="cuda").normal_(0, 20, generator=draw(name)))
-            elif ours and kind == "weight_scale" and f"{prefix}.weight_packed" not in packed:
+            elif ours and kind == "weight_scale" and f"{prefix}.weight_packed" not in tensors:
                 tensor.fill_(0.001)  # of an fp8 matrix
             elif ours and kind == "weight_scale":
                 groups = tensor.shape[1]

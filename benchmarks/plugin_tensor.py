@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from gemq_int4.launch import TensorCut, matvec, tensor_expanded, tensor_matvec
 from gemq_int4.layout import Layout, tile
-from plugin import SIZES, Weights, compile_all, copy_tb_s, graph_us, group_of, shapes_of_a_step, step_shapes, time_cut, whole_step
+from plugin import SIZES, Weights, compile_all, copy_tb_s, graph_us, group_of, numbers, shapes_of_a_step, step_shapes, time_cut, whole_step
 
 MOST_MS = 3.0  # for eight rows, by the sum of single launches: a little less than Marlin's step on an H200, 3.23
 
@@ -49,10 +50,6 @@ def choose(table: dict[str, Any], most_ms: float) -> set[str]:
     while sum(cost(key, 8) for key in table) > most_ms and len(taken) < len(table):
         taken.add(min(set(table) - taken, key=price))
     return taken
-
-
-def numbers_of(cut: TensorCut) -> tuple[Any, ...]:
-    return (cut.warps, cut.eights, cut.chunks, cut.registers, cut.early, cut.spread)
 
 
 def take_tiles(weights: Weights, n: int, k: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +99,7 @@ def check_tensor(shapes: list[tuple[int, int, int]], cut_of: Callable[[int, int,
 def tune_tensor(shapes: dict[tuple[int, int, int], int], weights: Weights, seconds: float, processes: int) -> dict[str, Any]:
     """The best cut of every shape for one row, and what it takes for 2, 4 and 8."""
     began, table = time.monotonic(), {}
-    jobs = {(k, group, numbers_of(cut)): None for n, k, group in shapes for cut in tensor_cuts(n, k)}
+    jobs = {(k, group, dataclasses.astuple(cut)): None for n, k, group in shapes for cut in tensor_cuts(n, k)}
     print(f"{len(jobs)} tensor kernels to compile", flush=True)
     compile_all(list(jobs), processes, began + seconds * 0.6, _compile_tensor)
     print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
@@ -127,8 +124,8 @@ def tune_tensor(shapes: dict[tuple[int, int, int], int], weights: Weights, secon
         other = plain.get(f"{n},{k},{group}")
         plain_by_m = {m: time_cut(weights, n, Layout(4, k, group), other["by_m"][m][1], m) for m in SIZES} if other else None
         table[f"{n},{k},{group}"] = {"plain_by_m": plain_by_m, "us": us, "cut": best, "count": count, "by_m": by_m,
-                                     "all": [(round(each, 2), list(numbers_of(cut))) for each, cut in found[:12]]}  # fmt: skip
-        ranked = "  ".join(f"{each:.2f} {'/'.join(str(int(each)) for each in numbers_of(cut))}" for each, cut in found[:5])
+                                     "all": [(round(each, 2), numbers(cut)) for each, cut in found[:12]]}  # fmt: skip
+        ranked = "  ".join(f"{each:.2f} {'/'.join(str(int(each)) for each in numbers(cut))}" for each, cut in found[:5])
         others = [round(each, 2) for each in plain_by_m.values()] if plain_by_m else None
         rate = f"{us:7.2f} us {size / us / 1e6:5.2f} TB/s  m8 {by_m[8]:.2f}  plain {others}"
         print(f"{n:7d} x {k:5d} g{group:4d} x{count:3d}: {rate}  {ranked}  ({len(found)} tried)", flush=True)
@@ -188,7 +185,7 @@ def tensor(args: argparse.Namespace) -> None:
     weights = Weights()
     table = tune_tensor(shapes, weights, args.seconds, args.processes)
     del weights
-    result["shapes"] = {key: {**entry, "cut": list(numbers_of(entry["cut"]))} for key, entry in table.items()}
+    result["shapes"] = {key: {**entry, "cut": numbers(entry["cut"])} for key, entry in table.items()}
     taken = choose(table, MOST_MS)
     tuned = {key: entry["cut"] for key, entry in result["shapes"].items() if key in taken}
     (args.out / "tuned_tensor.json").write_text(json.dumps({"card": result["card"], "tensor": tuned}, indent=1))

@@ -49,7 +49,7 @@ def statement(files: list[SealedFile], manifest: dict[str, Any], recipe: dict[st
                     "calibration": None if calibration is None else {key: calibration[key] for key in sorted(calibration) if key != "sha256"},
                     "seed": manifest["seed"], "device": manifest["device"],
                 },
-                "internalParameters": {"threads": manifest["threads"], **{key: manifest[key] for key in ("devices",) if key in manifest}},
+                "internalParameters": {"threads": manifest["threads"]} | ({"devices": manifest["devices"]} if "devices" in manifest else {}),
                 "resolvedDependencies": [*_source_files(source), *_calibration_data(calibration)],
             },
             "runDetails": {"builder": {"id": BUILDER_ID, "version": dict(sorted(manifest["versions"].items()))}},

@@ -47,7 +47,7 @@ _LAST_AIM = 0.8  # and that of the last one, as long as none has met it
 _WORTH_A_BUILD = 0.01  # of the cost: where something meets the budget, less to win is no reason for another build
 # What bounds on ground truth have been over predictions, where no build has said it yet. Predictions are of windows like the calibration's, and on
 # what the model writes itself the same harm shows as more nats (0.63 there; on text 1.53 to 1.60 with w4a16-best, 2.0 with w4a16).
-_BOUND_OVER_PREDICTED = {"self": 0.65}
+_BOUND_OVER_PREDICTED_ON_ITS_OWN = 0.65
 _BOUND_OVER_PREDICTED_ON_TEXT = 1.6
 
 
@@ -213,8 +213,8 @@ def _first_reach(known: Sequence[Trial], budget: Budget, calibration: Calibratio
     seen = [trial for trial in known if trial.predicted > 0 and trial.upper(budget) > 0]
     nearest = min(seen, key=lambda trial: abs(trial.upper(budget) - budget.nats), default=None)
     if nearest is None:
-        kind = "" if calibration is None else calibration.description.get("kind", "")
-        return _FIRST_AIM * budget.nats / _BOUND_OVER_PREDICTED.get(kind, _BOUND_OVER_PREDICTED_ON_TEXT)
+        its_own = calibration is not None and calibration.description.get("kind") == "self"
+        return _FIRST_AIM * budget.nats / (_BOUND_OVER_PREDICTED_ON_ITS_OWN if its_own else _BOUND_OVER_PREDICTED_ON_TEXT)
     return _AIM * budget.nats * nearest.predicted / nearest.upper(budget)
 
 

@@ -110,10 +110,15 @@ def quantize(
         used = with_format(used, format_)
     measure_on = _measuring_data(eval_data)
 
-    if devices is not None and not dry_run:
-        from gemq.quantize.process import prepare
+    if devices is not None:
+        if device != "auto":
+            raise UsageError(f"--device {device} and --devices {devices} are given", "give one of them")
+        if budget is not None:
+            raise UsageError("a search builds and measures on one device, and --devices is given", "give --device instead")
+        if not dry_run:
+            from gemq.quantize.process import prepare
 
-        prepare()
+            prepare()
     from gemq.devices import choose, choose_several
     from gemq.quantize.skeleton import load_skeleton
 
@@ -121,10 +126,6 @@ def quantize(
     if devices is not None:
         from gemq.quantize.ranks import require_divisible
 
-        if device != "auto":
-            raise UsageError(f"--device {device} and --devices {devices} are given", "give one of them")
-        if budget is not None:
-            raise UsageError("a search builds and measures on one device, and --devices is given", "give --device instead")
         together = choose_several(devices)
         require_divisible(used)
     chosen = together[0] if together else choose(device)
@@ -254,6 +255,7 @@ def _show_plan(plan: Plan, tokens: int, device: str, devices: int) -> None:
     rows = describe_units(plan)
     before, after = plan.bytes_per_token()
     expected = estimate(plan, -(-tokens // devices), device)
+    each, where = ("this machine", device) if devices == 1 else (f"each of {devices}", f"{devices} devices")
     architecture = plan.skeleton.architecture.name
     output.table(
         f"{architecture} with {plan.recipe.name}: {plan.recipe.summary}",
@@ -285,9 +287,8 @@ def _show_plan(plan: Plan, tokens: int, device: str, devices: int) -> None:
             f"checkpoint       {output.human_bytes(size)} -> {output.human_bytes(made)} on disk",
             f"a decoded token  reads {output.human_bytes(before)} -> {output.human_bytes(after)} of linears and head",
             *smoothing,
-            f"{'this machine    ' if devices == 1 else f'each of {devices}       '} about {output.human_bytes(expected.memory_bytes)} of memory, "
-            f"{output.human_seconds(expected.seconds)} for {tokens} calibration tokens on "
-            f"{device if devices == 1 else f'{devices} devices'}",
+            f"{each:<17}about {output.human_bytes(expected.memory_bytes)} of memory, {output.human_seconds(expected.seconds)} "
+            f"for {tokens} calibration tokens on {where}",
         )),
     )  # fmt: skip
 
