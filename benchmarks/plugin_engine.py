@@ -3,8 +3,8 @@
     PYTHONPATH=/path/to/vllm-site python benchmarks/plugin_engine.py --e4b E4B_CONFIG_FOLDER --out "$OUT" [--seconds 540]
 
 Every engine is a process of its own; they start side by side and are timed one after another. The weights are drawn from their names, so that
-all engines hold the same: int4 g128 with an int4 head, or (for KL) the bf16 matrices that these stand for. For KL the prompt goes through
-eight tokens at a time: batches that the plugin multiplies.
+all engines hold the same: int4 g128 with an int4 head, or (for KL) the matrices that these stand for, rounded to bf16 (`bf16-kl`) or exactly, in
+float32 and multiplied in float32 (`exact-kl`). For KL the prompt goes through eight tokens at a time: batches that the plugin multiplies.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ ENGINES: dict[str, tuple[str, bool, dict[str, str], str]] = {
     "marlin-kl": ("w4", False, MARLIN, "kl"),
     "plugin-kl": ("w4", True, MARLIN, "kl"),
     "bf16-kl": ("bf16", False, {}, "kl"),
+    "exact-kl": ("bf16", False, {}, "kl"),
 }
 
 
@@ -78,8 +79,8 @@ def write_model(source: Path, out: Path, weights: str) -> None:
     (out / "config.json").write_text(json.dumps(config))
 
 
-def fill(model: Any) -> None:
-    """Give every tensor values that follow from its name."""
+def fill(model: Any, exact: bool = False) -> None:
+    """Give every tensor values that follow from its name; `exact`: keep the matrices of integers and scales in float32 beside those in bf16."""
     import torch
 
     def draw(name: str) -> Any:
@@ -114,18 +115,41 @@ def fill(model: Any) -> None:
                 assert groups in (1, k // 128)
             elif ours and kind == "weight":
                 n, k = tensor.shape
-                for first in range(0, n, 65536):  # the same draws as above: whole matrices, written by parts
-                    if first == 0:
-                        q, s = integers(prefix, n, k), scales(prefix, n, k)
+                q, s = integers(prefix, n, k), scales(prefix, n, k)  # the same draws as above
+                if exact:
+                    model.get_submodule(prefix).exact_weight = torch.empty(n, k, device="cuda")
+                for first in range(0, n, 65536):
                     part = slice(first, first + 65536)
-                    each = s[part].repeat_interleave(k // s.shape[1], 1)
-                    tensor[part].copy_((q[part] - 8).to(torch.bfloat16) * each)
+                    each = s[part].repeat_interleave(k // s.shape[1], 1).float()
+                    value = (q[part] - 8) * each  # a product of 4 and 8 bits: float32 holds it
+                    tensor[part].copy_(value)
+                    if exact:
+                        model.get_submodule(prefix).exact_weight[part] = value
             elif not tensor.is_floating_point():
                 continue
             elif tensor.dim() < 2:
                 tensor.fill_(1.0)
             else:
                 tensor.normal_(0, 0.02, generator=draw(name))
+
+
+def multiply_exactly() -> None:
+    """Let vLLM's linears without a quantization, and the head, multiply by `exact_weight` where there is one, in float32."""
+    import torch
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        plain = method.apply
+
+        def apply(self: Any, layer: Any, x: Any, bias: Any = None, plain: Any = plain) -> Any:
+            exact = getattr(layer, "exact_weight", None)
+            if exact is None:
+                return plain(self, layer, x, bias)
+            product = torch.nn.functional.linear(x.float(), exact)
+            return (product if bias is None else product + bias.float()).to(x.dtype)
+
+        method.apply = apply
 
 
 def child(name: str, folder: Path, out: Path, beside: list[str]) -> None:
@@ -136,7 +160,10 @@ def child(name: str, folder: Path, out: Path, beside: list[str]) -> None:
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.model_loader import dummy_loader
 
-    dummy_loader.DummyModelLoader.load_weights = lambda self, model, config: fill(model)
+    exact = name == "exact-kl"
+    dummy_loader.DummyModelLoader.load_weights = lambda self, model, config: fill(model, exact)
+    if exact:
+        multiply_exactly()
     seen: list[Any] = []
     if what == "kl":
         plain = LogitsProcessor.forward
@@ -224,7 +251,7 @@ def main() -> None:
     parser.add_argument("--e4b", type=Path, required=True, help="folder with e4b.json and a tokenizer")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=540)
-    parser.add_argument("--engines", default="marlin,machete,plugin,plugin-plain,plugin-own,plugin-no-graphs,marlin-kl,plugin-kl,bf16-kl")
+    parser.add_argument("--engines", default="marlin,machete,plugin,plugin-plain,plugin-own,plugin-no-graphs,marlin-kl,plugin-kl,bf16-kl,exact-kl")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -265,8 +292,9 @@ def main() -> None:
     if {"plugin", "plugin-no-graphs"} <= set(ids):
         summary["with_and_without_graphs_agree"] = ids["plugin"] == ids["plugin-no-graphs"]
     for name in ("marlin-kl", "plugin-kl"):
-        if {name, "bf16-kl"} <= set(found):
-            summary[f"{name}_to_bf16"] = divergence(args.out / "bf16-kl.pt", args.out / f"{name}.pt")
+        for reference in ("bf16", "exact"):
+            if {name, f"{reference}-kl"} <= set(found):
+                summary[f"{name}_to_{reference}"] = divergence(args.out / f"{reference}-kl.pt", args.out / f"{name}.pt")
     for path in args.out.glob("*.pt"):
         path.unlink()
     (args.out / "engine.json").write_text(json.dumps(summary, indent=1))

@@ -23,6 +23,7 @@ from gemq.shards import ShardReader, ShardWriter
 
 _WAITING_BYTES = 384 << 20  # that may lie in memory before they are written; pinned memory comes in powers of two, so up to twice that
 _PIECE_BYTES = 64 << 20
+_SYNC_BYTES = 1 << 30  # of a long copy that are sent to the disk before the rest is read
 _DEPTH = 6
 Request = tuple[str, int, int]
 
@@ -40,11 +41,13 @@ class Writing:
         self._before_records = before_records
         self._pool = ThreadPoolExecutor(threads, "write") if threads else None
         self._recorder = ThreadPoolExecutor(1, "record")
+        self._syncer = ThreadPoolExecutor(1, "sync")
         self._hashers = ThreadPoolExecutor(max(1, threads), "hash")
         self._digests = ThreadPoolExecutor(max(1, threads), "digest")
         self._open: list[Future[None]] = []  # writes of the part at hand
         self._last: dict[str, Future[None]] = {}  # and the last one of each whole tensor
         self._records: list[Future[None]] = []
+        self._unsynced_bytes = 0
         self._room, self._waiting_bytes = Condition(), 0
         self._missing: dict[Path, set[str]] = {}
         for name, info in writer.tensors.items():
@@ -80,6 +83,10 @@ class Writing:
             return
         for start, length in _pieces(reader.info(name).nbytes):
             self._submit(lambda start=start, length=length: self.writer.copy_bytes(reader, name, start, length))  # type: ignore[misc]
+            self._unsynced_bytes += length
+            if self._unsynced_bytes >= _SYNC_BYTES:
+                self._unsynced_bytes = 0
+                self._records.append(self._syncer.submit(self._sync, list(self._open)))
 
     def finish(self, part: str, names: list[str], begin: Callable[[], None]) -> None:
         """Record `part`, whose tensors are `names`, when all that was written before is on the disk; `begin` is called right before."""
@@ -109,7 +116,7 @@ class Writing:
 
     def close(self) -> None:
         """Stop: what is being written ends, what waits is left out."""
-        for pool in (self._pool, self._recorder, self._hashers, self._digests):
+        for pool in (self._pool, self._recorder, self._syncer, self._hashers, self._digests):
             if pool is not None:
                 pool.shutdown(cancel_futures=True)
 
@@ -160,13 +167,19 @@ class Writing:
             write.result()
         begin()
         self._hash_whole(names)
-        self._timed("sync, beside", self.writer.sync)
+        synced = self._syncer.submit(self._sync, writes)
         digest = self._timed("record, beside", lambda: digest_of(self.writer, names, self._digests.map))
+        synced.result()
         if self._before_records is not None:
             self._before_records()
             self._before_records = None
         self.journal.parts[part] = digest
         self.journal.save()
+
+    def _sync(self, writes: list[Future[None]]) -> None:
+        for write in writes:
+            write.result()
+        self._timed("sync, beside", self.writer.sync)
 
     def _hash_whole(self, names: Iterable[str]) -> None:
         """Begin to hash the shards of which nothing is missing once `names` are there."""

@@ -30,6 +30,7 @@ from gemq.quantize.seal import Hashed, check_seal, sha256_of, write_seal
 from gemq.quantize.walk import Walk, Walker
 from gemq.quantize.writing import ReadAhead, Writing
 from gemq.recipes.model import WeightScheme
+from gemq.shards import TensorSpec
 
 
 def _is_tritons(module: str) -> bool:
@@ -328,7 +329,7 @@ def test_pieces_are_read_ahead_in_their_order_only(gemma3):
 
 def test_of_two_writes_to_one_tensor_the_later_one_stays(tmp_path):
     from gemq.quantize.journal import open_journal
-    from gemq.shards import ShardWriter, TensorSpec
+    from gemq.shards import ShardWriter
 
     shards = ShardWriter(tmp_path / "out" / "checkpoint", [TensorSpec("a", "F32", (1000, 1000))])
     journal = open_journal(tmp_path / "out", {}, "auto")
@@ -341,6 +342,44 @@ def test_of_two_writes_to_one_tensor_the_later_one_stays(tmp_path):
     assert torch.equal(shards.read("a"), torch.full((1000, 1000), 19.0))
     assert writing.hashes()["model.safetensors"].size == shards.total_bytes
     writing.close()
+
+
+def test_a_long_copy_is_sent_to_the_disk_as_it_goes(tmp_path, gemma3, monkeypatch):
+    from gemq.quantize import writing as under_test
+    from gemq.quantize.journal import open_journal
+    from gemq.shards import ShardWriter
+
+    monkeypatch.setattr(under_test, "_PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(under_test, "_SYNC_BYTES", 1 << 14)
+    reader = make_job(gemma3, gemma3.parent / "never").reader
+    name = "model.embed_tokens.weight"
+
+    def copied(out, sync):
+        shards = ShardWriter(out / "checkpoint", [TensorSpec(name, reader.info(name).dtype, reader.info(name).shape)])
+        journal = open_journal(out, {}, "auto")
+        shards.allocate()
+        shards.sync = lambda: sync(shards)
+        writing = Writing(shards, journal, quantize_run.Phases(), 2)
+        try:
+            writing.copy(reader, name, lambda: None)
+            writing.finish("copied", [name], lambda: None)
+            writing.drain()
+        finally:
+            writing.close()
+        return shards, journal
+
+    seen = []
+    shards, journal = copied(tmp_path / "good", lambda shards: seen.append(os.fdatasync(next(iter(shards._descriptors.values())))))
+    assert len(seen) == reader.info(name).nbytes // (1 << 14) + 1 > 2
+    assert torch.equal(shards.read(name), reader.read(name))
+    assert journal.holds("copied", shards, [name])
+
+    def full(shards):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        copied(tmp_path / "full", full)
+    assert not open_journal(tmp_path / "full", {}, "required").parts
 
 
 def test_phases_add_up_to_the_time_of_the_main_thread(tmp_path):
