@@ -163,7 +163,7 @@ class _Run:
             return
         total = sum(spec.nbytes for spec in self.plan.copied) // 1_000_000
         with self.phases("copy"), output.progress("copying what stays as it is", total, "MB") as advance:
-            for spec in self.plan.copied:
+            for spec in sorted(self.plan.copied, key=lambda spec: -spec.nbytes):  # one thread hashes a shard: the longest first
                 self.writing.copy(self.reader, spec.name, lambda spec=spec: advance(spec.nbytes // 1_000_000, spec.name))  # type: ignore[misc]
         self.writing.finish("copied", names, lambda: atomic.write_point("copied"))
 

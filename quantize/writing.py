@@ -81,12 +81,15 @@ class Writing:
             self.writer.copy(reader, name)
             done()
             return
+        mine = []
         for start, length in _pieces(reader.info(name).nbytes):
-            self._submit(lambda start=start, length=length: self.writer.copy_bytes(reader, name, start, length))  # type: ignore[misc]
+            mine.append(self._submit(lambda start=start, length=length: self.writer.copy_bytes(reader, name, start, length)))  # type: ignore[misc]
             self._unsynced_bytes += length
             if self._unsynced_bytes >= _SYNC_BYTES:
                 self._unsynced_bytes = 0
                 self._records.append(self._syncer.submit(self._sync, list(self._open)))
+        if reader.info(name).nbytes >= _SYNC_BYTES:  # alone in its shard, as good as: it need not wait for the rest
+            self._records.append(self._recorder.submit(self._hash_written, name, mine))
 
     def finish(self, part: str, names: list[str], begin: Callable[[], None]) -> None:
         """Record `part`, whose tensors are `names`, when all that was written before is on the disk; `begin` is called right before."""
@@ -180,6 +183,11 @@ class Writing:
         for write in writes:
             write.result()
         self._timed("sync, beside", self.writer.sync)
+
+    def _hash_written(self, name: str, writes: list[Future[None]]) -> None:
+        for write in writes:
+            write.result()
+        self._hash_whole([name])
 
     def _hash_whole(self, names: Iterable[str]) -> None:
         """Begin to hash the shards of which nothing is missing once `names` are there."""

@@ -360,6 +360,8 @@ def test_a_long_copy_is_sent_to_the_disk_as_it_goes(tmp_path, gemma3, monkeypatc
         shards.allocate()
         shards.sync = lambda: sync(shards)
         writing = Writing(shards, journal, quantize_run.Phases(), 2)
+        begin_hash = writing._hash_whole
+        writing._hash_whole = lambda names: (hashed.append(names), begin_hash(names))
         try:
             writing.copy(reader, name, lambda: None)
             writing.finish("copied", [name], lambda: None)
@@ -368,11 +370,12 @@ def test_a_long_copy_is_sent_to_the_disk_as_it_goes(tmp_path, gemma3, monkeypatc
             writing.close()
         return shards, journal
 
-    seen = []
+    seen, hashed = [], []
     shards, journal = copied(tmp_path / "good", lambda shards: seen.append(os.fdatasync(next(iter(shards._descriptors.values())))))
     assert len(seen) == reader.info(name).nbytes // (1 << 14) + 1 > 2
     assert torch.equal(shards.read(name), reader.read(name))
     assert journal.holds("copied", shards, [name])
+    assert hashed == [[name], [name]]  # once by itself, before its part is recorded
 
     def full(shards):
         raise OSError(28, "No space left on device")
