@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--no-probes", action="store_true", help="don't measure what the machine can do")
+    parser.add_argument("--keep", action="store_true", help="leave the checkpoints in the folder, as out-RECIPE")
     parser.add_argument("--layers", type=int, help="a slice without shared layers instead of the whole model")
     parser.add_argument("--peer", type=Path, help="a script that runs llm-compressor on a slice: CONFIG_JSON LAYERS SAMPLES LENGTH")
     parser.add_argument("--peer-config", type=Path, help="the config.json of E4B that it reads, beside a tokenizer")
@@ -220,7 +221,8 @@ def main() -> None:
             output.warn(f"{given} ended with {ran.code} after {ran.seconds:.1f} s: {last}")
             continue
         written = sum(path.stat().st_size for path in out.iterdir())
-        shutil.rmtree(out, ignore_errors=True)
+        if not options.keep:
+            shutil.rmtree(out)
         show(given, options, ran, written, source_bytes, must, can)
     if options.peer:
         command = [sys.executable, str(options.peer), str(options.peer_config), str(options.layers), str(options.samples), str(options.length)]
