@@ -107,6 +107,8 @@ class Replays:
         """Run each batch's (module, args, kwargs) to the next unit; whether there was one."""
         for position, (module, args, kwargs) in enumerate(runs):
             self._activations.fetch(position)
+            shared = _shared(kwargs)
+            before = dict(shared)
             self.replaying = True
             try:
                 module.forward(*args, **kwargs)
@@ -118,6 +120,9 @@ class Replays:
                 return False
             finally:
                 self.replaying = False
+                # keys and values that the run left for later layers are made again when the layer runs through; until then nobody would count them
+                shared.clear()
+                shared.update(before)
                 self._activations.release(position)
             self._arrive(position, event, replayed=True)
         return True
@@ -161,5 +166,10 @@ def _kind(unit: Unit) -> str:
 
 def _tensors(call: LayerCall) -> list[torch.Tensor]:
     """What a batch holds at a layer's entrance: the hidden states, and keys and values of layers that are shared with later ones."""
-    shared = call.kwargs.get("shared_kv_states") or {}
-    return [call.args[0], *(tensor for pair in shared.values() for tensor in pair)]
+    return [call.args[0], *(tensor for pair in _shared(call.kwargs).values() for tensor in pair)]
+
+
+def _shared(kwargs: dict[str, Any]) -> dict[Any, tuple[torch.Tensor, ...]]:
+    """Keys and values that layers leave for later ones, by kind of layer: the decoder's own dictionary, if it has one."""
+    found: dict[Any, tuple[torch.Tensor, ...]] | None = kwargs.get("shared_kv_states")
+    return {} if found is None else found

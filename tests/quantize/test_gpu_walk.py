@@ -169,6 +169,26 @@ def test_layers_that_run_anew_show_each_unit_what_a_paused_forward_shows_it(smal
     assert "project_per_layer_inputs" not in vars(walk.skeleton.decoder)
 
 
+def test_without_room_nothing_that_a_batch_holds_lies_on_the_device_while_a_unit_is_solved(small_models, monkeypatch):
+    model, _ = small_models["shared keys and per-layer inputs"]
+    monkeypatch.setattr(Budget, "activation_bytes", lambda self, plan: 0)
+    job = make_job(model, model.parent / "never", "w4a16-g32")
+    left: dict[str, int] = {}
+
+    def solve(unit, weights, hessian):
+        calls = [call for call in walk._replays._calls if call is not None]
+        pairs = [pair for call in calls for pair in (call.kwargs["shared_kv_states"] or {}).values()]
+        left[unit.name] = sum(tensor.untyped_storage().nbytes() for tensor in [*(call.args[0] for call in calls), *(t for pair in pairs for t in pair)])
+        kept.update(len(call.kwargs["shared_kv_states"]) for call in calls)
+        return weights
+
+    kept: set[int] = set()
+    walk = Walk(job.plan, job.reader, job.calibration.windows, budget=Budget(1 << 33, torch.float32, batch_tokens=64))
+    walk.run(Walker(lambda unit: None, solve, lambda index: None))
+    assert kept == {0, 1, 2}  # layers 0 and 1 leave theirs to 2 and 3
+    assert set(left.values()) == {0}, left
+
+
 def test_the_walk_in_bfloat16_stays_near_the_one_in_float32(tmp_path):
     source = build_gemma3_text(tmp_path / "model", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     (exact, _), (rounded, walk) = walked(source, None), walked(source, Budget(1 << 40, torch.bfloat16, batch_tokens=2048))
