@@ -45,7 +45,13 @@ def run(command: list[str], log: Path, cores: Collection[int] | None = None) -> 
 
 def machine() -> str:
     """One line: date, processor, cores, memory, versions."""
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
+
+    def named(package: str) -> str:
+        try:
+            return f"{package} {version(package)}"
+        except PackageNotFoundError:
+            return f"no {package}"
 
     model = next(
         (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "?"
@@ -53,7 +59,7 @@ def machine() -> str:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     flags = Path("/proc/cpuinfo").read_text()
     width = "AVX-512" if "avx512f" in flags else "AVX2"
-    packages = ", ".join(f"{name} {version(name)}" for name in ("gemq", "llmcompressor", "compressed-tensors", "transformers", "torch"))
+    packages = ", ".join(map(named, ("gemq", "llmcompressor", "compressed-tensors", "transformers", "torch")))
     return (
         f"{date.today().isoformat()}, {model} ({width}{', AMX' if 'amx_bf16' in flags else ''}), {os.cpu_count()} cores, {memory:.0f} GiB, "
         f"Python {platform.python_version()}, {packages}"

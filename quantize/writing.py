@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition
 from typing import Any
@@ -26,6 +28,19 @@ _PIECE_BYTES = 64 << 20
 _SYNC_BYTES = 1 << 30  # of a long copy that are sent to the disk before the rest is read
 _DEPTH = 6
 Request = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part whose tensors `names` are on their way: their writes, and what is called right before it is recorded."""
+
+    name: str
+    names: list[str]
+    writes: list[Future[None]]
+    begin: Callable[[], None]
+
+    def is_written(self) -> bool:
+        return all(write.done() and not write.cancelled() and write.exception() is None for write in self.writes)
 
 
 class Writing:
@@ -47,6 +62,7 @@ class Writing:
         self._open: list[Future[None]] = []  # writes of the part at hand
         self._last: dict[str, Future[None]] = {}  # and the last one of each whole tensor
         self._records: list[Future[None]] = []
+        self._parts: deque[_Part] = deque()
         self._unsynced_bytes = 0
         self._room, self._waiting_bytes = Condition(), 0
         self._missing: dict[Path, set[str]] = {}
@@ -100,7 +116,8 @@ class Writing:
             return
         self._raise_failed()
         writes, self._open, self._last = self._open, [], {}
-        self._records.append(self._recorder.submit(self._record, part, names, writes, begin))
+        self._parts.append(_Part(part, names, writes, begin))
+        self._records.append(self._recorder.submit(self._record))
 
     def held(self, names: Iterable[str]) -> None:
         """An earlier run wrote `names`."""
@@ -165,28 +182,35 @@ class Writing:
             if future.done() and (future.cancelled() or future.exception() is not None):
                 future.result()
 
-    def _record(self, part: str, names: list[str], writes: list[Future[None]], begin: Callable[[], None]) -> None:
-        for write in writes:
-            write.result()
-        begin()
-        self._hash_whole(names)
-        synced = self._syncer.submit(self._sync, writes)
-        digest = self._timed("record, beside", lambda: digest_of(self.writer, names, self._digests.map))
+    def _record(self) -> None:
+        """Record the first part that waits, and those behind it that are written by then: one wait for the disk serves them all."""
+        if not self._parts:
+            return
+        parts = [self._parts.popleft()]
+        _wait(parts[0].writes)
+        while self._parts and self._parts[0].is_written():
+            parts.append(self._parts.popleft())
+        for part in parts:
+            part.begin()
+            self._hash_whole(part.names)
+        synced = self._syncer.submit(self._sync, [write for part in parts for write in part.writes])
+        digests = {
+            part.name: self._timed("record, beside", lambda part=part: digest_of(self.writer, part.names, self._digests.map))  # type: ignore[misc]
+            for part in parts
+        }
         synced.result()
         if self._before_records is not None:
             self._before_records()
             self._before_records = None
-        self.journal.parts[part] = digest
+        self.journal.parts.update(digests)
         self.journal.save()
 
     def _sync(self, writes: list[Future[None]]) -> None:
-        for write in writes:
-            write.result()
+        _wait(writes)
         self._timed("sync, beside", self.writer.sync)
 
     def _hash_written(self, name: str, writes: list[Future[None]]) -> None:
-        for write in writes:
-            write.result()
+        _wait(writes)
         self._hash_whole([name])
 
     def _hash_whole(self, names: Iterable[str]) -> None:
@@ -246,6 +270,12 @@ class ReadAhead:
 def threads_for(device: str) -> int:
     """Threads that read and write beside a GPU; none beside a CPU, whose cores solve."""
     return min(6, len(os.sched_getaffinity(0))) if torch.device(device).type == "cuda" else 0
+
+
+def _wait(writes: Iterable[Future[None]]) -> None:
+    """Until all are done; raises what one of them raised."""
+    for write in writes:
+        write.result()
 
 
 def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:

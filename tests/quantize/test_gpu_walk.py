@@ -6,9 +6,12 @@ benchmarks/gpu_kernels.py's.
 
 from __future__ import annotations
 
+import concurrent.futures
 import importlib
 import os
 import sys
+import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -178,7 +181,8 @@ def test_without_room_nothing_that_a_batch_holds_lies_on_the_device_while_a_unit
     def solve(unit, weights, hessian):
         calls = [call for call in walk._replays._calls if call is not None]
         pairs = [pair for call in calls for pair in (call.kwargs["shared_kv_states"] or {}).values()]
-        left[unit.name] = sum(tensor.untyped_storage().nbytes() for tensor in [*(call.args[0] for call in calls), *(t for pair in pairs for t in pair)])
+        tensors = [*(call.args[0] for call in calls), *(tensor for pair in pairs for tensor in pair)]
+        left[unit.name] = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
         kept.update(len(call.kwargs["shared_kv_states"]) for call in calls)
         return weights
 
@@ -403,6 +407,38 @@ def test_a_long_copy_is_sent_to_the_disk_as_it_goes(tmp_path, gemma3, monkeypatc
     with pytest.raises(OSError, match="No space left"):
         copied(tmp_path / "full", full)
     assert not open_journal(tmp_path / "full", {}, "required").parts
+
+
+def test_parts_that_wait_for_the_disk_are_recorded_together_up_to_one_that_fails(tmp_path):
+    from gemq.quantize.journal import open_journal
+    from gemq.shards import ShardWriter
+
+    names = [f"t{number}" for number in range(6)]
+    shards = ShardWriter(tmp_path / "out" / "checkpoint", [TensorSpec(name, "F32", (100,)) for name in names])
+    journal = open_journal(tmp_path / "out", {}, "auto")
+    shards.allocate()
+    slow, plain, synced, begun, saved = threading.Event(), shards.sync, [], [], []
+    shards.sync = lambda: (slow.wait(60), plain(), synced.append(len(journal.parts)))
+    save = journal.save
+    journal.save = lambda: (save(), saved.append(sorted(journal.parts)))
+    writing = Writing(shards, journal, quantize_run.Phases(), 2)
+    for name in names[:5]:
+        writing.write(name, torch.full((100,), float(name[1:])))
+        writing.finish(name, [name], lambda name=name: begun.append(name))
+        while not writing._records[-1].done() and begun != ["t0"]:  # the first one is on its way before the others are finished
+            time.sleep(0.01)
+    writing.write("t5", torch.zeros(7))  # not as planned
+    wait_for = writing._open[-1]
+    writing.finish("t5", ["t5"], lambda: begun.append("t5"))
+    concurrent.futures.wait([wait_for])
+    slow.set()
+    with pytest.raises(ValueError, match="t5 was planned as"):
+        writing.drain()
+    writing.close()
+    assert begun == names[:5]
+    assert saved == [["t0"], names[:5]]
+    assert synced == [0, 1]
+    assert all(open_journal(tmp_path / "out", {}, "required").holds(name, shards, [name]) for name in names[:5])
 
 
 def test_phases_add_up_to_the_time_of_the_main_thread(tmp_path):
