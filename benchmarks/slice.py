@@ -5,7 +5,8 @@ shape: hidden 2560, FFN 10240, 8 query and 2 KV heads of 256 (sliding) and 512 (
 layers with a full one; of the seven, the last three share the keys and values of layers before them. Calibration: random ids.
 
 What is asked: that gemq's peak memory doesn't grow with the number of layers and stays under 4 GiB. llm-compressor is run beside it on the same
-ids in float32 (bfloat16 products are slow on processors without them); however its run ends is what the table says.
+ids in float32 (bfloat16 products are slow on processors without them); however its run ends is what the table says. Output error: KL(slice ||
+checkpoint), nats a token, by `gemq eval-kl` on as many windows of other random ids.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 import random
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,21 +82,29 @@ def save_tokenizer(out: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, **roles).save_pretrained(out)
 
 
-def write_ids(path: Path, samples: int, length: int, vocabulary: int = VOCABULARY) -> None:
-    """Calibration windows of BOS and random ids, a line each."""
-    draw = random.Random(0)
+def write_ids(path: Path, samples: int, length: int, vocabulary: int = VOCABULARY, seed: int = 0) -> None:
+    """Windows of BOS and random ids, a line each."""
+    draw = random.Random(seed)
     rows = ([2, *(draw.randrange(4, vocabulary) for _ in range(length - 1))] for _ in range(samples))
     path.write_text("".join(json.dumps({"token_ids": row}) + "\n" for row in rows))
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: its exit code, seconds, largest resident memory, and its last line."""
+    """How a process ended: its exit code, seconds, largest resident memory, and its last line; the KL of what it made, in nats a token."""
 
     code: int
     seconds: float
     peak_bytes: int
     last_line: str
+    kl: float | None = None
+
+
+def divergence(source: Path, checkpoint: Path, ids: Path, samples: int, length: int) -> float:
+    """KL(source || checkpoint) on the windows of `ids`, nats a token."""
+    from gemq.eval.kl import evaluate_kl
+
+    return evaluate_kl(str(checkpoint), ids, reference=str(source), records=samples, length=length).kl_nats.value
 
 
 def run(command: list[str], log: Path) -> Ended:
@@ -118,11 +127,12 @@ def main() -> None:
         taken = _measure(options, Path(folder))
     output.note(measured.machine())
     rows = [
-        (name, layers, f"{ended.seconds:.0f}", f"{ended.peak_bytes / 2**30:.2f}", "done" if ended.code == 0 else ended.last_line[:120])
+        (name, layers, f"{ended.seconds:.0f}", f"{ended.peak_bytes / 2**30:.2f}", "" if ended.kl is None else f"{ended.kl:.5f}",
+         "done" if ended.code == 0 else ended.last_line[:120])
         for (name, layers), ended in taken.items()
-    ]
+    ]  # fmt: skip
     tokens = f"{options.samples} x {options.length} tokens, {options.recipe}, {torch.get_num_threads()} threads"
-    output.table(f"E4B's widths, {tokens}", ("", "layers", "seconds", "peak GiB", "end"), rows)
+    output.table(f"E4B's widths, {tokens}", ("", "layers", "seconds", "peak GiB", "KL, nats", "end"), rows)
     ours = {layers: ended for (name, layers), ended in taken.items() if name == "gemq"}
     failed = [f"gemq on {layers} layers ended with {ended.code}" for layers, ended in ours.items() if ended.code]
     failed += [f"gemq took over 4 GiB on {layers} layers" for layers, ended in ours.items() if ended.peak_bytes > LIMIT_BYTES]
@@ -135,8 +145,9 @@ def main() -> None:
 
 
 def _measure(options: argparse.Namespace, work: Path) -> dict[tuple[str, int], Ended]:
-    ids = work / "ids.jsonl"
+    ids, others = work / "ids.jsonl", work / "others.jsonl"
     write_ids(ids, options.samples, options.length)
+    write_ids(others, options.samples, options.length, seed=1)
     taken: dict[tuple[str, int], Ended] = {}
     for layers in options.layers:
         source = build_slice(work / f"e4b-{layers}", layers)
@@ -148,7 +159,11 @@ def _measure(options: argparse.Namespace, work: Path) -> dict[tuple[str, int], E
         for name, command in commands.items():
             if name == "llm-compressor" and options.no_peer:
                 continue
-            ended = taken[name, layers] = run(command, work / f"{name}-{layers}.log")
+            ended = run(command, work / f"{name}-{layers}.log")
+            if ended.code == 0:
+                made = work / f"{'gemq' if name == 'gemq' else 'peer'}-{layers}"
+                ended = replace(ended, kl=divergence(source, made, others, options.samples, options.length))
+            taken[name, layers] = ended
             output.note(f"{name}, {layers} layers: {ended.seconds:.0f} s, {ended.peak_bytes / 2**30:.2f} GiB, "
                         f"exit code {ended.code}: {ended.last_line[:200]}")  # fmt: skip
     return taken

@@ -157,7 +157,7 @@ class Search:
                         f"{'met' if trial.meets(budget) else 'not met'} at {trial.bits_per_decoder_weight:.2f} bits")  # fmt: skip
             # what was predicted against what came out tells how far the next prediction may go
             last_hope = built + 1 == self.builds and not any(one.meets(budget) for one in [*known, *tried])
-            reach = trial.predicted * (_LAST_AIM if last_hope else _AIM) * budget.nats / upper if upper > 0 else 2 * reach
+            reach = _reach(trial, budget, _LAST_AIM if last_hope else _AIM) if upper > 0 else 2 * reach
         everything = [*tried, *(one for one in known if one not in tried)]
         return self._publish(_winner(everything, budget), everything)
 
@@ -215,7 +215,12 @@ def _first_reach(known: Sequence[Trial], budget: Budget, calibration: Calibratio
     if nearest is None:
         its_own = calibration is not None and calibration.description.get("kind") == "self"
         return _FIRST_AIM * budget.nats / (_BOUND_OVER_PREDICTED_ON_ITS_OWN if its_own else _BOUND_OVER_PREDICTED_ON_TEXT)
-    return _AIM * budget.nats * nearest.predicted / nearest.upper(budget)
+    return _reach(nearest, budget, _AIM)
+
+
+def _reach(trial: Trial, budget: Budget, aim: float) -> float:
+    """The harm to allow so that a bound lands at the share `aim` of the budget, if it is as far over its prediction as `trial`'s was."""
+    return trial.predicted * aim * budget.nats / trial.upper(budget)
 
 
 def _settled(trials: Sequence[Trial], budget: Budget) -> bool:
