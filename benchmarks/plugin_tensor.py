@@ -28,10 +28,10 @@ def tensor_cuts(n: int, k: int) -> Iterator[TensorCut]:
         if not fewest <= warps <= most or (eights == 4 and n <= 8192) or each % parts or each // parts > 10 or each * warps > 1.25 * chunks:
             continue
         at_once = eights * each // parts
-        for (registers, early), spread in itertools.product(((0, False), (96, False), (128, False), (128, True), (168, True)), (False, True)):
+        for registers, spread in itertools.product((0, 96, 128, 168), (False, True)):
             fewest_at_once = 0 if registers == 0 else 2 if registers <= 128 else 8
             if registers * warps * 32 <= 65536 and at_once > fewest_at_once and (registers or not spread):
-                yield TensorCut(warps, eights, each // parts, registers, early, spread)
+                yield TensorCut(warps, eights, each // parts, registers, spread)
 
 
 def choose(table: dict[str, Any], most_ms: float) -> set[str]:
@@ -181,7 +181,7 @@ def tensor(args: argparse.Namespace) -> None:
     torch.cuda.empty_cache()
     args.out.mkdir(parents=True, exist_ok=True)
     some = [(256, 512, 128), (264, 2560, 64), (2048, 2560, 32), (72, 544, -1)]
-    result["first_check"] = check_tensor(some, lambda n, k, group: [TensorCut(1, 2, 1), TensorCut(2, 4, 1, 128, True, True), TensorCut(4, 2, 1)])
+    result["first_check"] = check_tensor(some, lambda n, k, group: [TensorCut(1, 2, 1), TensorCut(2, 4, 1, 128, True), TensorCut(4, 2, 1)])
     weights = Weights()
     table = tune_tensor(shapes, weights, args.seconds, args.processes)
     del weights

@@ -20,7 +20,7 @@ from gemq_int4.layout import Layout
 Table = dict[tuple[int, int, int, int], dict[int, Cut]]  # (bits, N, K, group) -> rows of x -> cut
 TensorTable = dict[tuple[int, int, int], TensorCut]  # (N, K, group) -> cut
 _MANY_ROWS = 8192
-_COMPILED = ((0, False, False), (96, False, True), (128, True, True))  # registers, early, spread
+_COMPILED = ((0, False), (96, True), (128, True))  # registers, spread
 _WANTED = 528  # programs that fill a large card: four on each of 132 multiprocessors
 
 
@@ -110,8 +110,8 @@ class Chooser:
         x = torch.randn((1, k), device=words.device).to(torch.bfloat16)
         best = (_microseconds(x, words, scales, k, group, usual), usual)
         each = math.ceil(math.ceil(k / 128) / usual.warps)
-        for eights, chunks, (registers, early, spread) in itertools.product((2, 4), (1, 2, 3, 4, 5, 8, 10), _COMPILED):
-            cut = TensorCut(usual.warps, eights, chunks, registers, early, spread)
+        for eights, chunks, (registers, spread) in itertools.product((2, 4), (1, 2, 3, 4, 5, 8, 10), _COMPILED):
+            cut = TensorCut(usual.warps, eights, chunks, registers, spread)
             if each % chunks == 0 and cut != usual and time.monotonic() - began < self.left:
                 best = min(best, (_microseconds(x, words, scales, k, group, cut), cut), key=lambda pair: pair[0])
         self.tensors[n, k, group] = best[1]

@@ -65,15 +65,14 @@ def matvec(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bias: tor
 class TensorCut:
     """How the tensor cores' kernel cuts its work: `warps` share K, `eights` of rows of W a program (even), `chunks` of K on their way at once.
 
-    registers: the most a thread may have, 0 for the compiler's choice, which saves them and so reads late; early, and spread, which only one row
-    of x can be: see `gemv_tensor`.
+    registers: the most a thread may have, 0 for the compiler's choice, which saves them and so reads late; spread, which only one row of x can be:
+    see `gemv_tensor`.
     """
 
     warps: int
     eights: int
     chunks: int
     registers: int = 0
-    early: bool = False
     spread: bool = False
 
 
@@ -85,7 +84,7 @@ def tensor_matvec(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bi
     pairs = x.contiguous().view(torch.int32)
     groups, grid = 0 if group == -1 else 128 // group, (triton.cdiv(n, 8 * cut.eights),)
     gemv_tensor[grid](pairs, words, scales, scales if bias is None else bias, y, n, m, k, groups, cut.warps, cut.eights, cut.chunks,
-                      cut.early, cut.spread and m == 1, bias is not None, num_warps=cut.warps, **_at_most(cut.registers))  # fmt: skip
+                      cut.spread and m == 1, bias is not None, num_warps=cut.warps, **_at_most(cut.registers))  # fmt: skip
     return y
 
 

@@ -66,12 +66,11 @@ def _from(v, lane):
 
 @triton.jit(do_not_specialize=["M"])
 def gemv_tensor(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, K: tl.constexpr, GC: tl.constexpr, S: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
-                EARLY: tl.constexpr, SPREAD: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
+                SPREAD: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
     """y [M, N] from x [M, K / 2] int32 (pairs of bf16), w [N / 8, chunks, 8, 4, 4] as `layout.tile` makes it, s [N, chunks GC].
 
     A program owns 8 R rows of W, S warps share K, and a warp has P chunks of 128 of K on their way at once.
-    GC: groups in a chunk (1, 2 or 4), 0 where a row has one scale. EARLY: products wait for their scales, which changes no result: the compiler
-    reads what the last operation needs last, and a second wait for memory costs more than the few operations.
+    GC: groups in a chunk (1, 2 or 4), 0 where a row has one scale.
     SPREAD, for M = 1: the eight threads that would hold eight rows of x hold the one row's next eight chunks instead, all read at the start, and
     each product takes its chunk from them; the other columns of a product then repeat the first, and nobody stores them.
     """
@@ -121,10 +120,6 @@ def gemv_tensor(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, K: tl.constexpr, GC: tl
                     spread += (_split4(v, S, 1),)
         for p in tl.static_range(P):
             q = _split4(words[p], S, R)
-            first_bits = magic
-            if EARLY and GC > 0:
-                for i in tl.static_range(GC):  # 1 for a scale that is no number, whose product is none either; else 0
-                    first_bits += (scales[p][i] != scales[p][i]).to(tl.int32)
             sum_a = tl.zeros((4, 8, S, R), tl.float32)
             sum_b = tl.zeros((4, 8, S, R), tl.float32)
             for c in tl.static_range(4):
@@ -143,7 +138,7 @@ def gemv_tensor(x_ptr, w_ptr, s_ptr, b_ptr, y_ptr, N, M, K: tl.constexpr, GC: tl
                 sum_a, sum_b = tl.inline_asm_elementwise(
                     _TWO_PRODUCTS, "=f,=f,=f,=f,r,r,r,r,r,r,r,r,r,r,f,f,f,f,r,r",
                     [q[c], tl.broadcast_to(x0, (4, 8, S, R)), tl.broadcast_to(x1, (4, 8, S, R)), tl.broadcast_to(x2, (4, 8, S, R)),
-                     tl.broadcast_to(x3, (4, 8, S, R)), sum_a, sum_b, first_bits], dtype=(tl.float32, tl.float32), is_pure=False, pack=2)  # fmt: skip
+                     tl.broadcast_to(x3, (4, 8, S, R)), sum_a, sum_b, magic], dtype=(tl.float32, tl.float32), is_pure=False, pack=2)  # fmt: skip
                 if GC > 0 and (c + 1) * GC % 4 == 0:
                     scale = scales[p][(c + 1) * GC // 4 - 1].to(tl.float32)
                     acc_a = tl.fma(sum_a, scale, acc_a)
