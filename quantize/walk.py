@@ -154,7 +154,8 @@ class Walk:
         # masks, rotary tables and a layer's share of the per-layer inputs come to about half of the hidden states
         quota = max(0, self.budget.activation_bytes(self.plan) - hidden // 2)
         # within a layer a batch holds the residual too, which nobody else counts; and what a smoothed norm made before it was smoothed
-        pausing = quota >= 2 * hidden + shared and not self.plan.pairs
+        # an eighth of all that may lie in host memory meanwhile: fetching it costs less than running attention again
+        pausing = 8 * quota >= 7 * (2 * hidden + shared) and not self.plan.pairs
         activations = Activations(self.device, quota - pausing * hidden, len(self.batches), reserved=hidden + shared)
         head = self._unit_of.get("lm_head")
         replays = self._replays = Replays(

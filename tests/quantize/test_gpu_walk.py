@@ -27,7 +27,7 @@ from gemq.errors import IntegrityError, StoppedSafely, UsageError
 from gemq.quantize import gptq, refine, scales
 from gemq.quantize import run as quantize_run
 from gemq.quantize.activations import Activations, ByLayer
-from gemq.quantize.gpu import Budget, parse_memory
+from gemq.quantize.gpu import Budget, parse_memory, shared_kv_values
 from gemq.quantize.products import split
 from gemq.quantize.seal import Hashed, check_seal, sha256_of, write_seal
 from gemq.quantize.walk import Walk, Walker
@@ -170,6 +170,21 @@ def test_layers_that_run_anew_show_each_unit_what_a_paused_forward_shows_it(smal
         torch.testing.assert_close(replayed[unit], tensor, rtol=1e-3, atol=1e-4 * float(tensor.abs().max()))
     assert (walk._replays._activations.spilled_bytes > 0) == (quota < 1 << 40)
     assert "project_per_layer_inputs" not in vars(walk.skeleton.decoder)
+
+
+@pytest.mark.parametrize(("share", "pausing"), [(0.9, True), (0.85, False)])
+def test_batches_pause_within_a_layer_where_nearly_all_of_it_has_room(small_models, monkeypatch, share, pausing):
+    model, paused = small_models["shared keys and per-layer inputs"]
+    job = make_job(model, model.parent / "never", "w4a16-g32")
+    tokens = sum(len(window) for window in job.calibration.windows)
+    hidden = 4 * tokens * job.plan.skeleton.text.hidden_size
+    needed = 2 * hidden + 4 * tokens * shared_kv_values(job.plan)
+    monkeypatch.setattr(Budget, "activation_bytes", lambda self, plan: int(share * needed) + hidden // 2)
+    replayed, walk = walked(model, Budget(1 << 33, torch.float32, batch_tokens=64))
+    assert walk._replays._pausing == pausing
+    assert (walk._replays._activations.spilled_bytes > 0) == pausing  # pausing keeps room for what nobody counts
+    for unit, tensor in paused.items():
+        torch.testing.assert_close(replayed[unit], tensor, rtol=1e-3, atol=1e-4 * float(tensor.abs().max()))
 
 
 def test_without_room_nothing_that_a_batch_holds_lies_on_the_device_while_a_unit_is_solved(small_models, monkeypatch):
