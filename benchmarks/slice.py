@@ -82,11 +82,20 @@ def save_tokenizer(out: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, **roles).save_pretrained(out)
 
 
-def write_ids(path: Path, samples: int, length: int, vocabulary: int = VOCABULARY, seed: int = 0) -> None:
-    """Windows of BOS and random ids, a line each."""
+def write_ids(path: Path, samples: int, length: int, vocabulary: int = VOCABULARY) -> None:
+    """Calibration windows of BOS and random ids, a line each."""
+    path.write_text("".join(json.dumps({"token_ids": [2, *row]}) + "\n" for row in _random_ids(samples, length - 1, vocabulary, seed=0)))
+
+
+def write_records(path: Path, samples: int, length: int, vocabulary: int = VOCABULARY) -> None:
+    """Records of other random ids after BOS, all of them scored."""
+    rows = enumerate(_random_ids(samples, length - 1, vocabulary, seed=1))
+    path.write_text("".join(json.dumps({"id": number, "context_token_ids": [2], "target_token_ids": row}) + "\n" for number, row in rows))
+
+
+def _random_ids(rows: int, length: int, vocabulary: int, seed: int) -> list[list[int]]:
     draw = random.Random(seed)
-    rows = ([2, *(draw.randrange(4, vocabulary) for _ in range(length - 1))] for _ in range(samples))
-    path.write_text("".join(json.dumps({"token_ids": row}) + "\n" for row in rows))
+    return [[draw.randrange(4, vocabulary) for _ in range(length)] for _ in range(rows)]
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ class Ended:
 
 
 def divergence(source: Path, checkpoint: Path, ids: Path, samples: int, length: int) -> float:
-    """KL(source || checkpoint) on the windows of `ids`, nats a token."""
+    """KL(source || checkpoint) on the records of `ids`, nats a token."""
     from gemq.eval.kl import evaluate_kl
 
     return evaluate_kl(str(checkpoint), ids, reference=str(source), records=samples, length=length).kl_nats.value
@@ -147,7 +156,7 @@ def main() -> None:
 def _measure(options: argparse.Namespace, work: Path) -> dict[tuple[str, int], Ended]:
     ids, others = work / "ids.jsonl", work / "others.jsonl"
     write_ids(ids, options.samples, options.length)
-    write_ids(others, options.samples, options.length, seed=1)
+    write_records(others, options.samples, options.length)
     taken: dict[tuple[str, int], Ended] = {}
     for layers in options.layers:
         source = build_slice(work / f"e4b-{layers}", layers)
