@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from gemq import output
 from gemq.commands import tune as command
-from gemq.errors import IntegrityError, UsageError
+from gemq.errors import IntegrityError, StoppedSafely, UsageError
 from gemq.serve import trials, tune_job
 from gemq.serve.engine import EngineFacts, ask_engine
 from gemq.serve.profile import read_profile
@@ -206,6 +206,41 @@ def test_a_server_that_spins_is_never_up_beside_another(monkeypatch: pytest.Monk
         assert max(map(len, seen)) == most
         servers.close()
         assert not up
+
+
+def test_nothing_starts_while_a_server_is_measured_and_a_failed_start_is_told_to_its_own_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    starting: list[str] = []
+    launched: list[str] = []
+
+    @contextlib.contextmanager
+    def start(settings: dict[str, str]) -> Iterator[Callable[[], Any]]:
+        name = next(iter(settings.values()), "baseline")
+        starting.append(name)
+        launched.append(name)
+
+        def ready() -> Any:
+            starting.remove(name)
+            if name == "broken":
+                raise StoppedSafely("it did not start", "look into its log")
+            return SimpleNamespace(url=f"http://{name}", model="m", log=Path(os.devnull))
+
+        yield ready
+
+    beside: list[tuple[str, ...]] = []
+    monkeypatch.setattr(trials, "speed", lambda running, question: beside.append(tuple(starting)) or 100.0)
+    monkeypatch.setattr(trials.Endpoint, "open", lambda url: url)
+    servers = Servers(4, start)
+    servers.ahead([{}, {"kernel": "fine"}, {"kernel": "broken"}, {"kernel": "later"}])
+    assert len(starting) == 4
+    fine, broken, later = (Trial("kernel", name, {"kernel": name}, {}) for name in ("fine", "broken", "later"))
+    for trial in (fine, broken, later):
+        run_trial(trial, servers, Question((), {}, 3, (), 1, ()), Criterion(0.99), [])
+        servers.drop(trial.settings)
+    assert len(beside) == 12
+    assert set(beside) == {()}
+    assert (fine.failure, broken.failure, later.failure) == ("", "it did not start", "")
+    assert launched == ["baseline", "fine", "broken", "later"], "none was started twice"
+    servers.close()
 
 
 def test_a_start_that_hangs_costs_its_timeout_and_minutes_end_the_search(model: Path, cpu_python: Path, tmp_path: Path,
