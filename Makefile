@@ -8,7 +8,7 @@ GEMQ := $(BIN)/gemq
 READY := $(VENV)/ready
 SHARED_DATA ?= ../shared/data
 
-.PHONY: bench-gpu bench-client help quickstart test test-vllm lint wheel bench-quantize bench-quality bench-slice constraints clean quantize eval-ppl package check serve-env fuzz
+.PHONY: bench-gpu bench-served bench-client help quickstart test test-vllm lint wheel bench-quantize bench-quality bench-slice constraints clean quantize eval-ppl package check serve-env fuzz
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -87,6 +87,9 @@ bench-gpu: $(READY)  ## E4B's whole shape on this machine's GPU, random weights
 
 bench-client: $(READY)  ## what the measuring client costs against a stub at 2,000 tokens a second
 	$(BIN)/python -m benchmarks.client
+
+bench-served: $(READY)  ## CHECKPOINT=... [OPTIONS=...]: a checkpoint on a real vLLM with and without the int4 plugin, gemq bench on each
+	$(BIN)/python -m benchmarks.served --work out/bench-served --row stock=$(CHECKPOINT) --plugin plugin=$(CHECKPOINT) $(OPTIONS)
 
 MODEL ?= google/gemma-4-E4B-it
 RECIPE ?= w4a16
