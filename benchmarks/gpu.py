@@ -122,28 +122,35 @@ def run(command: list[str], log: Path, limit_seconds: float, *, json_out: bool =
     return Ran(code, seconds, peak[0], peak[1], json.loads(said) if code == 0 and json_out else {})
 
 
+def rate(amount: float, call: Callable[[], object]) -> float:
+    """`amount` a second that `call` does on the device, over five calls after one that doesn't count."""
+    call()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(5):
+        call()
+    torch.cuda.synchronize()
+    return 5 * amount / (time.perf_counter() - started)
+
+
+def device_copy() -> float:
+    """Bytes a second that a copy in device memory reads and writes."""
+    block = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+    there = torch.empty_like(block)
+    return rate(2 * block.numel(), lambda: there.copy_(block))
+
+
 def probes(work: Path) -> dict[str, float]:
     """What this machine does: operations a second of products, bytes a second of a device copy, of one thread's SHA-256, and to the disk."""
-
-    def rate(amount: float, call: Callable[[], object]) -> float:
-        call()
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(5):
-            call()
-        torch.cuda.synchronize()
-        return 5 * amount / (time.perf_counter() - started)
-
     made = {}
     sizes = {"bf16": (torch.bfloat16, 8192), "float32": (torch.float32, 4096), "float64": (torch.float64, 4096)}
     for name, (dtype, size) in sizes.items():
         left, right = torch.randn(2, size, size, device="cuda", dtype=dtype)
         made[f"{name} product"] = rate(2 * size**3, lambda left=left, right=right: left @ right)  # type: ignore[misc]
-    block = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
-    there = torch.empty_like(block)
-    made["device copy"] = rate(2 * block.numel(), lambda: there.copy_(block))
+    made["device copy"] = device_copy()
     pinned = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
-    made["host to device"] = rate(pinned.numel(), lambda: there[: 1 << 28].copy_(pinned))
+    there = torch.empty_like(pinned, device="cuda")
+    made["host to device"] = rate(pinned.numel(), lambda: there.copy_(pinned))
     raw = os.urandom(1 << 26)
     started = time.perf_counter()
     for _ in range(8):

@@ -21,7 +21,10 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import measured
+from benchmarks.gpu import device_copy
 from gemq import output
 from gemq.serve.server import Server, find_python, starting
 
@@ -45,24 +48,6 @@ def token_bytes(checkpoint: Path) -> dict[str, int]:
     """Bytes that a decode step reads, of a checkpoint of gemq's and of its source, as its manifest has them; nothing of others."""
     manifest = checkpoint / "gemq.json"
     return dict(json.loads(manifest.read_text())["bytes"]) if manifest.is_file() else {}
-
-
-def copy_bandwidth() -> float | None:
-    """Bytes a second that the card reads and writes in a copy; None without one."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    block = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    there = torch.empty_like(block)
-    started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    there.copy_(block)
-    started.record()
-    for _ in range(10):
-        there.copy_(block)
-    ended.record()
-    torch.cuda.synchronize()
-    return 20 * block.numel() / (started.elapsed_time(ended) / 1e3)
 
 
 def bench(url: str, loads: list[dict[str, Any]], work: Path, name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -120,7 +105,8 @@ def main() -> None:
     python = find_python(options.python)
     rows, failed = [], []
     known = {key: value for folder in checkpoints.values() for key, value in token_bytes(folder).items()}
-    bandwidth = copy_bandwidth()
+    bandwidth = device_copy() if torch.cuda.is_available() else None
+    torch.cuda.empty_cache()  # the card is the servers'
     with ExitStack() as stack:
         ready = {name: stack.enter_context(serving(targets[target], name, profile, python, options)) for name, target, profile, _ in servers}
         up = {name: wait() for name, wait in ready.items()}

@@ -160,18 +160,18 @@ def _measure(options: argparse.Namespace, work: Path) -> dict[tuple[str, int], E
     taken: dict[tuple[str, int], Ended] = {}
     for layers in options.layers:
         source = build_slice(work / f"e4b-{layers}", layers)
+        made = {name: work / f"{name}-{layers}" for name in ("gemq", "llm-compressor")}
         commands = {
             "gemq": measured.gemq("quantize", source, "--recipe", options.recipe, "--calibration", ids, "--samples", options.samples,
-                                  "--length", options.length, "--eval-data", "none", "-o", work / f"gemq-{layers}"),
-            "llm-compressor": measured.peer(source, work / f"peer-{layers}", "gptq", ids, options.samples, options.length, "float32"),
+                                  "--length", options.length, "--eval-data", "none", "-o", made["gemq"]),
+            "llm-compressor": measured.peer(source, made["llm-compressor"], "gptq", ids, options.samples, options.length, "float32"),
         }  # fmt: skip
         for name, command in commands.items():
             if name == "llm-compressor" and options.no_peer:
                 continue
             ended = run(command, work / f"{name}-{layers}.log")
             if ended.code == 0:
-                made = work / f"{'gemq' if name == 'gemq' else 'peer'}-{layers}"
-                ended = replace(ended, kl=divergence(source, made, others, options.samples, options.length))
+                ended = replace(ended, kl=divergence(source, made[name], others, options.samples, options.length))
             taken[name, layers] = ended
             output.note(f"{name}, {layers} layers: {ended.seconds:.0f} s, {ended.peak_bytes / 2**30:.2f} GiB, "
                         f"exit code {ended.code}: {ended.last_line[:200]}")  # fmt: skip

@@ -1,0 +1,113 @@
+"""The way of tensors to the disk and from it beside a walk: read ahead in order, written in threads, recorded once the disk has them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import threading
+import time
+
+import pytest
+import torch
+from tests.quantize.small_jobs import make_job
+
+from gemq.quantize import writing as under_test
+from gemq.quantize.journal import open_journal
+from gemq.quantize.phases import Phases
+from gemq.quantize.writing import ReadAhead, Writing
+from gemq.shards import ShardWriter, TensorSpec
+
+
+def test_pieces_are_read_ahead_in_their_order_only(gemma3):
+    job = make_job(gemma3, gemma3.parent / "never")
+    name = "model.layers.0.mlp.up_proj.weight"
+    requests = [(name, first, 8) for first in range(0, 64, 8)]
+    for threads in (0, 3):
+        ahead = ReadAhead(job.reader, requests, Phases(), threads, pinned=False)
+        found = torch.cat([ahead.take(*request) for request in requests])
+        assert torch.equal(found, job.reader.read(name)[:64])
+        ahead.close()
+    ahead = ReadAhead(job.reader, requests, Phases(), 2, pinned=False)
+    with pytest.raises(AssertionError, match="is next"):
+        ahead.take(name, 8, 8)
+    ahead.close()
+
+
+def test_of_two_writes_to_one_tensor_the_later_one_stays(tmp_path):
+    shards = ShardWriter(tmp_path / "out" / "checkpoint", [TensorSpec("a", "F32", (1000, 1000))])
+    journal = open_journal(tmp_path / "out", {}, "auto")
+    shards.allocate()
+    writing = Writing(shards, journal, Phases(), 4)
+    for value in range(20):
+        writing.write("a", torch.full((1000, 1000), float(value)))
+    writing.finish("all", ["a"], lambda: None)
+    writing.drain()
+    assert torch.equal(shards.read("a"), torch.full((1000, 1000), 19.0))
+    assert writing.hashes()["model.safetensors"].size == shards.total_bytes
+    writing.close()
+
+
+def test_a_long_copy_is_sent_to_the_disk_as_it_goes(tmp_path, gemma3, monkeypatch):
+    monkeypatch.setattr(under_test, "_PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(under_test, "_SYNC_BYTES", 1 << 14)
+    reader = make_job(gemma3, gemma3.parent / "never").reader
+    name = "model.embed_tokens.weight"
+
+    def copied(out, sync):
+        shards = ShardWriter(out / "checkpoint", [TensorSpec(name, reader.info(name).dtype, reader.info(name).shape)])
+        journal = open_journal(out, {}, "auto")
+        shards.allocate()
+        shards.sync = lambda: sync(shards)
+        writing = Writing(shards, journal, Phases(), 2)
+        begin_hash = writing._hash_whole
+        writing._hash_whole = lambda names: (hashed.append(names), begin_hash(names))
+        try:
+            writing.copy(reader, name, lambda: None)
+            writing.finish("copied", [name], lambda: None)
+            writing.drain()
+        finally:
+            writing.close()
+        return shards, journal
+
+    seen, hashed = [], []
+    shards, journal = copied(tmp_path / "good", lambda shards: seen.append(os.fdatasync(next(iter(shards._descriptors.values())))))
+    assert len(seen) == reader.info(name).nbytes // (1 << 14) + 1 > 2
+    assert torch.equal(shards.read(name), reader.read(name))
+    assert journal.holds("copied", shards, [name])
+    assert hashed == [[name], [name]]  # once by itself, before its part is recorded
+
+    def full(shards):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        copied(tmp_path / "full", full)
+    assert not open_journal(tmp_path / "full", {}, "required").parts
+
+
+def test_parts_that_wait_for_the_disk_are_recorded_together_up_to_one_that_fails(tmp_path):
+    names = [f"t{number}" for number in range(6)]
+    shards = ShardWriter(tmp_path / "out" / "checkpoint", [TensorSpec(name, "F32", (100,)) for name in names])
+    journal = open_journal(tmp_path / "out", {}, "auto")
+    shards.allocate()
+    slow, plain, synced, begun, saved = threading.Event(), shards.sync, [], [], []
+    shards.sync = lambda: (slow.wait(60), plain(), synced.append(len(journal.parts)))
+    save = journal.save
+    journal.save = lambda: (save(), saved.append(sorted(journal.parts)))
+    writing = Writing(shards, journal, Phases(), 2)
+    for name in names[:5]:
+        writing.write(name, torch.full((100,), float(name[1:])))
+        writing.finish(name, [name], lambda name=name: begun.append(name))
+        while not writing._records[-1].done() and begun != ["t0"]:  # the first one is on its way before the others are finished
+            time.sleep(0.01)
+    writing.write("t5", torch.zeros(7))  # not as planned
+    wait_for = writing._open[-1]
+    writing.finish("t5", ["t5"], lambda: begun.append("t5"))
+    concurrent.futures.wait([wait_for])
+    slow.set()
+    with pytest.raises(ValueError, match="t5 was planned as"):
+        writing.drain()
+    writing.close()
+    assert begun == names[:5]
+    assert saved == [["t0"], names[:5]]
+    assert synced == [0, 1]
+    assert all(open_journal(tmp_path / "out", {}, "required").holds(name, shards, [name]) for name in names[:5])
