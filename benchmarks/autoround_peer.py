@@ -25,7 +25,7 @@ def main() -> None:
         seqlen=int(length),
         batch_size=8,
         dataset=windows,
-        device_map="cpu",
+        device_map="cuda" if torch.cuda.is_available() else "cpu",
     )
     tuner.quantize_and_save(out, format="llm_compressor")
 

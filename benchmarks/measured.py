@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -21,23 +21,51 @@ class Run:
     peak_bytes: int
 
 
-def ended(command: list[str], log: Path, cores: Collection[int] | None = None) -> tuple[int, Run]:
-    """Run `command` to whatever end it comes to, its output into `log`: its exit code, and what it took. It keeps to `cores` if some are given."""
-    environment, pin = None, list[str]()
-    if cores:
-        environment = os.environ | {"OMP_NUM_THREADS": str(len(cores)), "MKL_NUM_THREADS": str(len(cores))}
-        pin = ["taskset", "--cpu-list", ",".join(map(str, sorted(cores)))]
+@dataclass(frozen=True)
+class Place:
+    """Where a command runs: on `cores`, such as 0-3 (all of them if None), and on the GPU of the number `gpu` or on none."""
+
+    cores: str | None = None
+    gpu: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        """CORES, or CORES@GPU. Raises ValueError for anything else."""
+        found = re.fullmatch(r"((\d+)(?:-(\d+))?)(?:@(\d+))?", text)
+        if found is None or int(found[3] or found[2]) < int(found[2]):
+            raise ValueError(f"{text!r} is not CORES or CORES@GPU, such as 0-3 or 0-3@0")
+        return cls(found[1], found[4])
+
+    def command(self, command: list[str]) -> list[str]:
+        """`command`, kept to the cores."""
+        return command if self.cores is None else ["taskset", "--cpu-list", self.cores, *command]
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment with as many threads as there are cores, and with that GPU in sight alone."""
+        made = {**os.environ, "CUDA_VISIBLE_DEVICES": self.gpu or ""}
+        if self.cores is not None:
+            first, _, last = self.cores.partition("-")
+            count = str(int(last or first) - int(first) + 1)
+            made |= {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
+        return made
+
+
+def ended(command: list[str], log: Path, place: Place | None = None) -> tuple[int, Run]:
+    """Run `command` to whatever end it comes to, its output into `log`: its exit code, and what it took. It keeps to `place` if one is given."""
+    environment = None
+    if place is not None:
+        command, environment = place.command(command), place.environment()
     started = time.monotonic()
     with open(log, "ab") as file:
-        process = subprocess.Popen([*pin, *command], stdout=file, stderr=file, env=environment)
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     return process.returncode, Run(time.monotonic() - started, usage.ru_maxrss * 1024)
 
 
-def run(command: list[str], log: Path, cores: Collection[int] | None = None) -> Run:
+def run(command: list[str], log: Path, place: Place | None = None) -> Run:
     """Run `command` to its end, its output into `log`; raises RuntimeError if it fails."""
-    code, taken = ended(command, log, cores)
+    code, taken = ended(command, log, place)
     if code:
         raise RuntimeError(f"{' '.join(command)} ended with {code}; the end of {log}:\n{log.read_text()[-2000:]}")
     return taken

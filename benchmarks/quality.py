@@ -3,7 +3,7 @@
 Gemma 3 270M. wiki: perplexity of 8 windows of BOS + 1023 tokens of wikitext2-test.txt. ground truth: of the first 40 token records. KL(source ||
 checkpoint), nats a token: records 40 to 55, cut at 1,024 tokens. Calibration: the first 64 windows of BOS + 511 tokens of wikitext2-valid.txt,
 or self. Bytes a token: all tensors on disk, since a decode step reads each once (the tied embedding as the head). Every row is a process of its
-own; with `--cores 0-1 2-3` two rows run at a time, each on cores of its own.
+own; with `--places 0-1 2-3` two rows run at a time, each on cores of its own, with `--places 0-7@0` one at a time on GPU 0 beside eight cores.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from benchmarks import measured
 from gemq import output
 from gemq.demo import build_demo
+from gemq.recipes.model import Tuning, load_recipe
 
 TRUTH = "ppl_ground_truth_tokens.jsonl"
 
@@ -67,6 +68,9 @@ def rows(source: Path, text: Path, work: Path) -> list[Row]:
         "    scheme: {weights: {num_bits: 4, strategy: group, group_size: 128}}\n"
     )
 
+    tuned = work / "tuned.yaml"
+    tuned.write_text(load_recipe("w4a16-best").model_copy(update={"name": "w4a16-best-tuned", "tuning": Tuning()}).to_yaml())
+
     def ours(name: str, recipe: str | Path, on: str | Path = text) -> Row:
         return Row(name, measured.gemq("quantize", source, "--recipe", recipe, "--calibration", on, *common, "-o", work / name))
 
@@ -79,6 +83,7 @@ def rows(source: Path, text: Path, work: Path) -> list[Row]:
         oneshot("llm-compressor GPTQ g128, bfloat16", "gptq", "bfloat16"),
         ours("gemq w4a16-best", "w4a16-best"),
         ours("gemq w4a16-best, self", "w4a16-best", "self"),
+        ours("gemq w4a16-best, tuned", tuned),
         ours("gemq w4a16", "w4a16"),
         ours("gemq w4a16, self", "w4a16", "self"),
         ours("gemq w4a16-awq", "w4a16-awq"),
@@ -95,7 +100,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help=f"folder with wikitext2-*.txt and {TRUTH}")
     parser.add_argument("--only", nargs="*", help="rows to make, by name; all by default")
-    parser.add_argument("--cores", nargs="*", default=[], help="sets of cores as 0-1 2-3: a row at a time on each")
+    parser.add_argument("--places", nargs="*", type=measured.Place.parse, default=[], metavar="CORES[@GPU]",
+                        help="where rows are made, such as 0-1 2-3 or 0-7@0: a row at a time on each; all of this machine by default")  # fmt: skip
     parser.add_argument("--json", type=Path, help="a file that keeps each row as soon as it is there")
     parser.add_argument("--score", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -103,28 +109,28 @@ def main() -> None:
     if options.score:
         print(json.dumps(score(options.score, source, data)))
         return
-    slots: queue.Queue[list[int] | None] = queue.Queue()
-    for cores in options.cores or [None]:
-        slots.put(None if cores is None else list(range(int(cores.split("-")[0]), int(cores.split("-")[-1]) + 1)))
+    places: queue.Queue[measured.Place | None] = queue.Queue()
+    for place in options.places or [None]:
+        places.put(place)
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         chosen = [row for row in rows(source, data / "wikitext2-valid.txt", work) if not options.only or row.name in options.only]
 
         def make(row: Row) -> tuple[str, ...]:
-            cores, log, said = slots.get(), work / f"{row.name}.log", work / f"{row.name}.score"
+            place, log, said = places.get(), work / f"{row.name}.log", work / f"{row.name}.score"
             figures = {"wiki": math.nan, "truth": math.nan, "kl": math.nan, "bytes": math.nan}
             taken: measured.Run | None = None
             try:
-                taken = None if row.command is None else measured.run(list(row.command), log, cores)
+                taken = None if row.command is None else measured.run(list(row.command), log, place)
                 checkpoint = source if row.command is None else work / row.name
-                measured.run([sys.executable, "-m", "benchmarks.quality", "--data", str(data), "--score", str(checkpoint)], said, cores)
+                measured.run([sys.executable, "-m", "benchmarks.quality", "--data", str(data), "--score", str(checkpoint)], said, place)
                 figures = json.loads(said.read_text().splitlines()[-1])
             except RuntimeError as error:
                 output.warn(str(error))
                 failed.append(row.name)
             finally:
-                slots.put(cores)
+                places.put(place)
             cost = ("", "") if taken is None else (f"{taken.seconds:.0f}", f"{taken.peak_bytes / 2**30:.2f}")
             line = (
                 row.name,
@@ -140,7 +146,7 @@ def main() -> None:
                     file.write(json.dumps(line) + "\n")
             return line
 
-        with ThreadPoolExecutor(slots.qsize()) as pool:
+        with ThreadPoolExecutor(places.qsize()) as pool:
             made = list(pool.map(make, chosen))
     output.note(measured.machine())
     output.table("", ("checkpoint", "wiki PPL", "ground truth PPL", "KL, nats/token", "MB a token", "seconds", "peak GiB"), made)

@@ -26,6 +26,7 @@ import torch
 from benchmarks import measured
 from benchmarks.gpu import device_copy
 from gemq import output
+from gemq.errors import GemqError
 from gemq.serve.server import Server, find_python, starting
 
 SINGLE = [
@@ -109,9 +110,17 @@ def main() -> None:
     torch.cuda.empty_cache()  # the card is the servers'
     with ExitStack() as stack:
         ready = {name: stack.enter_context(serving(targets[target], name, profile, python, options)) for name, target, profile, _ in servers}
-        up = {name: wait() for name, wait in ready.items()}
-        output.note(f"{len(up)} servers are up")
+        up: dict[str, Server] = {}
+        for name, wait in ready.items():
+            try:
+                up[name] = wait()
+            except GemqError as error:
+                failed.append(name)
+                output.warn(f"{name}: {error.message}")
+        output.note(f"{len(up)} of {len(ready)} servers are up")
         for name, target, _, loads in servers:
+            if name not in up:
+                continue
             try:
                 found = bench(f"{up[name].url}#{up[name].model}", loads, work, name, options)
             except RuntimeError as error:

@@ -150,27 +150,3 @@ class Activations:
                 torch.cuda.current_stream(self._device).wait_event(held.arrival)
             self._spare.setdefault(held.nbytes, []).append(held.host)
             self._spilled -= held.nbytes
-
-
-class ByLayer:
-    """Per-layer inputs [batch, length, layers, dim], laid out by layers; `[:, :, i, :]` gives layer i's on the device."""
-
-    def __init__(self, inputs: torch.Tensor, activations: Activations) -> None:
-        self._device = inputs.device
-        by_layer = inputs.permute(2, 0, 1, 3).contiguous()
-        self._host: torch.Tensor | None = None
-        if activations.room_for(by_layer.nbytes):
-            self._kept = by_layer
-        else:
-            self._host = host_bytes(by_layer.nbytes, inputs.device)
-            self._kept = self._host.view(inputs.dtype).view(by_layer.shape)
-            self._kept.copy_(by_layer, non_blocking=True)
-
-    def __getitem__(self, place: tuple[slice, slice, int, slice]) -> torch.Tensor:
-        return self._kept[place[2]].to(self._device, non_blocking=True)
-
-    def close(self) -> None:
-        """Unpin the host memory."""
-        if self._host is not None:
-            free_host_bytes(self._host, self._device)
-            self._host = None

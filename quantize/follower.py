@@ -42,7 +42,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Order:
-    """Everything that a follower needs: the source and the recipe as the leader has them, its place, its share, where to meet."""
+    """Everything that a follower needs: the source and the recipe as the leader has them, its place, its share, where to meet, where to keep what
+    a GPU has no room for."""
 
     source: Path
     recipe: Recipe
@@ -54,6 +55,7 @@ class Order:
     threads: int
     share: Share
     folder: Path
+    scratch: Path
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def _walk(order: Order, control: Connection) -> None:
     exchange = Exchange(order.rank, order.count, device, order.folder, lambda: None)
     if budget is not None:
         budget = budget.beside(exchange.taken_bytes, order.device)
-    walk = Walk(plan, reader, order.share.windows, order.device, media, budget=budget)
+    walk = Walk(plan, reader, order.share.windows, order.device, media, budget=budget, scratch=order.scratch)
     walk.run(_walker(plan, device, control, exchange))
     control.send(("end", "", None))
     exchange.leave()

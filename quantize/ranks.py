@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gemq import output
+from gemq import atomic, output
 from gemq.calibration.sets import CalibrationSet
 from gemq.errors import StoppedSafely, UsageError
 from gemq.quantize.exchange import Exchange
@@ -109,7 +109,7 @@ class Ranks:
             self._processes.append(process)
             theirs.close()  # so that the pipe ends with the process
             order = Order(job.source.directory, job.plan.recipe, rank, len(self._devices), device, job.gpu_memory_bytes, budget,
-                          torch.get_num_threads(), shares[rank], self._folder)  # fmt: skip
+                          torch.get_num_threads(), shares[rank], self._folder, atomic.partial_of(job.output))  # fmt: skip
             try:
                 control.send(order)
             except ConnectionError:

@@ -18,8 +18,9 @@ import torch
 from greenlet import greenlet
 from torch import nn
 
-from gemq.quantize.activations import Activations, ByLayer
+from gemq.quantize.activations import Activations
 from gemq.quantize.plan import Unit
+from gemq.quantize.scratch import ByLayer, Scratch
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,16 @@ class Replays:
 
     def __init__(
         self, forward: Callable[[Any], Any], batches: Sequence[Any], seen: Callable[[int, Any], None], pending: Callable[[int], Unit | None],
-        module_of: Callable[[str], Any], activations: Activations, *, pausing: bool, with_end: bool,
+        module_of: Callable[[str], Any], activations: Activations, scratch: Scratch, *, pausing: bool, with_end: bool,
     ) -> None:  # fmt: skip
         self._forward, self._batches, self._seen, self._pending = forward, batches, seen, pending
         self._module_of, self._activations, self._pausing, self._with_end = module_of, activations, pausing, with_end
+        self._scratch = scratch
         self._paused_at: Unit | None = None  # within a layer, and with what inputs
         self._inputs: list[Any] = [None] * len(batches)
         self._runs: list[Any] = [None] * len(batches)
         self._calls: list[Any] = [None] * len(batches)
         self.events: list[Any] = [None] * len(batches)
-        self.by_layer: list[ByLayer] = []
         self.replaying = False
 
     def start(self) -> None:
@@ -95,13 +96,11 @@ class Replays:
             if run and not run.dead:
                 run.throw()
         self._activations.close()
-        for kept in self.by_layer:
-            kept.close()
+        self._scratch.close()
 
     def keep_by_layer(self, inputs: torch.Tensor) -> ByLayer:
         """`inputs` [batch, length, layers, dim] as something that gives one layer's at a time."""
-        self.by_layer.append(ByLayer(inputs, self._activations))
-        return self.by_layer[-1]
+        return ByLayer(inputs, self._activations, self._scratch)
 
     def _replay(self, runs: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> bool:
         """Run each batch's (module, args, kwargs) to the next unit; whether there was one."""

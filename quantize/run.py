@@ -206,7 +206,8 @@ class _Run:
         if self._ranks is not None:
             budget, mine, walker = self._ranks.join(), self._ranks.share, self._ranks.led(walker)
         media = media_inputs(mine.records, self.job.source.directory)
-        Walk(self.plan, self.reader, mine.windows, self.job.device, media, budget=budget, phases=self.phases).run(walker)
+        walk = Walk(self.plan, self.reader, mine.windows, self.job.device, media, budget, self.phases, scratch=self.directory.parent)
+        walk.run(walker)
         if self._ranks is not None:
             self._ranks.end()
 

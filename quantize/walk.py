@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from gemq.quantize.multimodal import DecoderInputs
 from gemq.quantize.phases import Phases
 from gemq.quantize.plan import Pair, Plan, Unit
 from gemq.quantize.replay import LayerCall, Reached, Replays
+from gemq.quantize.scratch import Scratch
 from gemq.quantize.streams import AtExperts, AtLayer, AtUnit, Done, LeavingLayer, Stream
 from gemq.quantize.tuning import Call
 from gemq.shards import ShardReader
@@ -75,12 +77,14 @@ class Walk:
 
     Each of `media` gives the arguments of the multimodal model's whole forward, batch 1, and is a batch of its own: it starts in the decoder
     with what that forward hands to it. `budget` is a GPU's: then batches stand at layers only (`replay`), unless the source is walked beside.
+    `scratch` is a folder with room for the per-layer inputs that don't fit into it; the system's for such files if None.
     """
 
     def __init__(
         self, plan: Plan, reader: ShardReader, windows: Sequence[Sequence[int]], device: str = "cpu", media: Sequence[Media] = (),
-        budget: Budget | None = None, phases: Phases | None = None,
+        budget: Budget | None = None, phases: Phases | None = None, scratch: Path | None = None,
     ) -> None:  # fmt: skip
+        self._scratch = scratch
         self.plan, self.skeleton, self.reader = plan, plan.skeleton, reader
         self.device, self.budget = torch.device(device), budget
         self.phases = phases or Phases(self.device)
@@ -159,8 +163,8 @@ class Walk:
         activations = Activations(self.device, quota - pausing * hidden, len(self.batches), reserved=hidden + shared)
         head = self._unit_of.get("lm_head")
         replays = self._replays = Replays(
-            self._forward, self.batches, self._observe, self._awaited, self.skeleton.model.get_submodule, activations, pausing=pausing,
-            with_end=head is not None and head.method == "gptq",
+            self._forward, self.batches, self._observe, self._awaited, self.skeleton.model.get_submodule, activations, Scratch(self._scratch),
+            pausing=pausing, with_end=head is not None and head.method == "gptq",
         )  # fmt: skip
         project = getattr(self.skeleton.decoder, "project_per_layer_inputs", None)
         if project is not None:

@@ -50,7 +50,7 @@ def quantize(
         typer.Option(help="Several that share the calibration batches, instead of --device: 0,1 (GPUs) or cpu,cpu. The first solves and writes."),
     ] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option(help="What to take of each GPU at most, such as 20GiB; what doesn't fit waits in host memory. Default: 8GiB.")
+        str | None, typer.Option(help="What to take of each GPU at most, such as 20GiB; the rest waits in host memory and in a file. Default: 8GiB.")
     ] = None,
     resume: Annotated[str, typer.Option(help="auto, required or never: what to do with an unfinished run.")] = "auto",
     ppl_budget: Annotated[
