@@ -3,10 +3,7 @@ r"""Two configurations of a server measured against each other: pairs of runs, t
 - A run asks the same prompts for the same number of tokens; its speed is tokens a second, over several loads their geometric mean.
 - Runs come in pairs, in the order B A, A B, B A ...: a drift of the machine's clock hits both sides alike. With room for two servers both
   stay up; with room for one, each run after the other side's is in a fresh start.
-- B is faster beyond the noise if the lower bound of the paired ratio is above a floor: with d_i = ln(B_i / A_i) over n pairs, mean(d) -
-  t_{n-1} s_d / sqrt(n) > ln(floor), t being Student's quantile at 1 - 0.05 / m for m candidates (Bonferroni: among all of them noise wins at
-  most once in twenty tunes). The floor is how far two servers of one and the same configuration lay apart (at least 1).
-- A candidate whose upper bound is below 1 is slower, and is not measured to the end.
+- After the planned pairs `verdict` says whether a candidate is measured further, and in the end whether it is kept.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from gemq import output
@@ -27,112 +24,12 @@ from gemq.eval.endpoint import Endpoint
 from gemq.eval.greedy import capture, judge_by_records
 from gemq.eval.load import Finished, drive
 from gemq.eval.records import Record
-from gemq.eval.statistics import t_quantile
 from gemq.eval.workloads import Load, Prompt
 from gemq.serve.server import Server
+from gemq.serve.verdict import Criterion, Divergence, Trial
 
-FAMILY_ERROR = 0.05
-LEAST_PAIRS = 2
 # what vLLM says of the kernels and backends that it took
 _TAKEN = re.compile(r"(?:Using|Selected) (?:AttentionBackendEnum\.)?(\w+LinearKernel|\w+(?= (?:attention )?backend))")
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """The paired ratio B / A of `pairs` pairs with its two one-sided bounds (None for a single pair)."""
-
-    pairs: int
-    ratio: float
-    lower: float | None
-    upper: float | None
-
-
-def paired_ratio(pairs: Sequence[tuple[float, float]], confidence: float) -> Ratio:
-    """The geometric mean of B / A over pairs (A, B), and t bounds on it, each one-sided at `confidence`."""
-    logs = [math.log(b / a) for a, b in pairs]
-    n = len(logs)
-    mean = math.fsum(logs) / n
-    if n < 2:
-        return Ratio(n, math.exp(mean), None, None)
-    reach = t_quantile(n - 1, confidence) * math.sqrt(math.fsum((each - mean) ** 2 for each in logs) / (n - 1) / n)
-    return Ratio(n, math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """A prompt on which ids part: where, and how far the reference's token lies behind there (nats; None where nothing tells)."""
-
-    id: str
-    at: int
-    margin_nats: float | None
-
-
-@dataclass
-class Trial:
-    """One candidate against one incumbent: speeds of its pairs (A, B), what failed, where ids part, and what vLLM took for it.
-
-    `checked` is the number of prompts whose ids were compared: 0 where it wasn't worth it, since it was no faster.
-    """
-
-    switch: str
-    value: str
-    settings: dict[str, str]
-    against: dict[str, str]
-    words: str = ""
-    pairs: list[tuple[float, float]] = field(default_factory=list)
-    failure: str = ""
-    checked: int = 0
-    divergences: list[Divergence] = field(default_factory=list)
-    taken: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """A line of the journal."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, line: dict[str, Any]) -> Trial:
-        """The trial that `to_json` wrote; raises KeyError, TypeError or ValueError on anything else."""
-        made = cls(**line)
-        made.pairs = [(float(a), float(b)) for a, b in made.pairs]
-        made.divergences = [Divergence(**each) for each in line["divergences"]]
-        return made
-
-
-@dataclass(frozen=True)
-class Criterion:
-    """The decision: `confidence` of each bound, the `floor` that a lower bound must exceed, near-ties up to `tolerance` nats are no divergence."""
-
-    confidence: float
-    floor: float = 1.0
-    tolerance: float = 0.0
-
-    def divergent(self, trial: Trial) -> list[Divergence]:
-        """The divergences that count: without a tolerance all of them, a tie of two scores too."""
-        return [each for each in trial.divergences if not self.tolerance or each.margin_nats is None or each.margin_nats > self.tolerance]
-
-    def faster(self, pairs: Sequence[tuple[float, float]]) -> bool:
-        """Whether B is faster than A beyond the noise."""
-        return len(pairs) >= LEAST_PAIRS and (paired_ratio(pairs, self.confidence).lower or 0.0) > self.floor
-
-    def slower(self, pairs: Sequence[tuple[float, float]]) -> bool:
-        """Whether B can be given up already."""
-        return len(pairs) >= LEAST_PAIRS and (paired_ratio(pairs, self.confidence).upper or math.inf) < 1
-
-    def verdict(self, trial: Trial) -> tuple[bool, str]:
-        """Whether the trial's candidate is kept, and why or why not, in words."""
-        if trial.failure:
-            return False, trial.failure
-        if self.slower(trial.pairs):
-            return False, "slower"
-        if not self.faster(trial.pairs):
-            return False, "not faster beyond the noise"
-        bad = self.divergent(trial)
-        if bad:
-            apart = "" if bad[0].margin_nats is None else f" ({bad[0].margin_nats:.3f} nats apart)"
-            return False, f"faster, but {len(bad)} of {trial.checked} prompts decode to other ids, {bad[0].id} from token {bad[0].at}{apart}"
-        ties = len(trial.divergences)
-        return True, "kept" + (f"; {ties} of {trial.checked} prompts part at near-ties within {self.tolerance:g} nats" if ties else "")
 
 
 @dataclass(frozen=True)
@@ -353,8 +250,16 @@ def _measure(trial: Trial, servers: Servers, question: Question, test: Criterion
     if trial.failure:
         return
     servers.settle()
-    with output.progress(f"{trial.switch} {trial.value}", question.pairs, "pairs") as advance:
-        for number in range(question.pairs):
+    _pair_up(trial, question.pairs, of_incumbent, of_candidate, test)
+    if len(trial.pairs) == question.pairs and not test.slower(trial.pairs) and test.further(trial.pairs):
+        _pair_up(trial, test.furthest, of_incumbent, of_candidate, test)
+
+
+def _pair_up(trial: Trial, upto: int, of_incumbent: Callable[[], float], of_candidate: Callable[[], float], test: Criterion) -> None:
+    """Measure until there are `upto` pairs, or the candidate is given up as slower."""
+    already = len(trial.pairs)
+    with output.progress(f"{trial.switch} {trial.value}{', further' if already else ''}", upto - already, "pairs") as advance:
+        for number in range(already, upto):
             if number % 2:
                 a = of_incumbent()
                 b = of_candidate()
@@ -362,6 +267,6 @@ def _measure(trial: Trial, servers: Servers, question: Question, test: Criterion
                 b = of_candidate()
                 a = of_incumbent()
             trial.pairs.append((a, b))
-            advance(1, f"{paired_ratio(trial.pairs, test.confidence).ratio:.3f}")
+            advance(1, f"{test.ratio(trial.pairs).ratio:.3f}")
             if test.slower(trial.pairs):
                 return

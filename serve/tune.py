@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from gemq import atomic, output
@@ -21,12 +22,12 @@ from gemq.eval.decoded import DecodeRecord
 from gemq.serve.engine import EngineFacts
 from gemq.serve.profile import Gain, MadeFor, Profile, Speculation
 from gemq.serve.switches import ALONE, LeftOut, Task, Value, behind
-from gemq.serve.trials import FAMILY_ERROR, Criterion, Question, Servers, Trial, paired_ratio, reference_ids, run_trial
+from gemq.serve.trials import Question, Servers, reference_ids, run_trial
+from gemq.serve.verdict import FAMILY_ERROR, UNQUIET, Criterion, LookAtAll, Ratio, Trial
 
 JOURNAL = "tried.jsonl"
 AGAIN = ("baseline", "again")
 TOGETHER = ("all", "together")
-UNQUIET = 1.02
 _TELLS_BY_WHAT_IS_TAKEN = ("kernel", "attention")
 
 
@@ -73,19 +74,24 @@ class Tuned:
     left_out: list[LeftOut]
     floor: float
     confidence: float
+    planned: int
     seconds: float
     unsteady: list[str] = field(default_factory=list)
+
+    def ratio(self, trial: Trial) -> Ratio | None:
+        """The paired ratio of `trial` with the bounds that candidates are judged by; None where nothing was measured."""
+        return Criterion(self.confidence, planned=self.planned).ratio(trial.pairs) if trial.pairs else None
 
     def to_json(self) -> dict[str, Any]:
         """The outcome as JSON types."""
         rows = []
         for trial, kept, why in self.trials:
-            ratio = paired_ratio(trial.pairs, self.confidence) if trial.pairs else None
+            ratio = self.ratio(trial)
             rows.append({**trial.to_json(), "kept": kept, "verdict": why, "ratio": ratio and ratio.ratio, "lower": ratio and ratio.lower,
                          "upper": ratio and ratio.upper})  # fmt: skip
         return {"kind": "tune", "settings": self.settings, "profile": self.profile and self.profile.model_dump(mode="json"), "trials": rows,
                 "left_out": [{"switch": each.switch, "value": each.value, "why": each.why} for each in self.left_out], "floor": self.floor,
-                "confidence": self.confidence, "seconds": self.seconds, "unsteady_prompts": self.unsteady}  # fmt: skip
+                "confidence": self.confidence, "planned_pairs": self.planned, "seconds": self.seconds, "unsteady_prompts": self.unsteady}  # fmt: skip
 
 
 class Journal:
@@ -173,7 +179,7 @@ def kept_in(output_dir: Path, key: dict[str, Any]) -> Iterator[Journal]:
 
 def search(job: Search, journal: Journal, servers: Servers, told: Callable[[Trial, bool, str], None]) -> Tuned:
     """The outcome of `job`; `told` is called with each trial and its verdict, also with those that the journal holds already."""
-    outcome = Tuned({}, None, [], [], 1.0, job.confidence, 0.0)
+    outcome = Tuned({}, None, [], [], 1.0, job.confidence, job.question.pairs, 0.0)
 
     def tried(switch: str, label: str, words: str, settings: dict[str, str], against: dict[str, str], test: Criterion,
               same: Sequence[str] = ()) -> Trial:  # fmt: skip
@@ -190,11 +196,10 @@ def search(job: Search, journal: Journal, servers: Servers, told: Callable[[Tria
         return found
 
     again = _baseline(job, journal, servers, outcome, told)
-    distance = paired_ratio(again.pairs, job.confidence).ratio
-    outcome.floor = max(distance, 1 / distance)
+    outcome.floor = _itself(job).apart(again.pairs)
     if outcome.floor > UNQUIET:
         output.warn(f"two servers of the same configuration lie {outcome.floor - 1:.1%} apart: only what gains more can win; is the machine quiet?")
-    test = Criterion(job.confidence, outcome.floor, job.tolerance)
+    test = Criterion(job.confidence, outcome.floor, job.tolerance, job.question.pairs)
     incumbent: dict[str, str] = {}
     taken = again.taken
     for values in job.offered:
@@ -224,6 +229,10 @@ def search(job: Search, journal: Journal, servers: Servers, told: Callable[[Tria
     return outcome
 
 
+def _itself(job: Search) -> LookAtAll:
+    return LookAtAll(job.confidence, planned=job.question.pairs)
+
+
 def _steady(journal: Journal, outcome: Tuned) -> list[DecodeRecord]:
     """The baseline's ids that a second start gave again."""
     return [record for record in journal.reference if record.id not in outcome.unsteady]
@@ -241,7 +250,7 @@ def _baseline(job: Search, journal: Journal, servers: Servers, outcome: Tuned, t
             records = reference_ids(servers.get({}, keep=[second]), job.question)
             journal.add({"ids": [asdict(record) for record in records]})
         # a test that nothing passes as slower, and everything as worth a look at its ids
-        run_trial(again, servers, job.question, _LookAtAll(job.confidence), journal.reference)
+        run_trial(again, servers, job.question, _itself(job), journal.reference)
         if again.failure:
             raise GemqError(f"the baseline doesn't hold: {again.failure}", "serve it with gemq serve, and mend that first")
         servers.drop(second)
@@ -259,16 +268,6 @@ def _baseline(job: Search, journal: Journal, servers: Servers, outcome: Tuned, t
     return again
 
 
-class _LookAtAll(Criterion):
-    """The test of the baseline against itself: measured to the end, ids compared whatever the speed."""
-
-    def faster(self, pairs: Sequence[tuple[float, float]]) -> bool:
-        return True
-
-    def slower(self, pairs: Sequence[tuple[float, float]]) -> bool:
-        return False
-
-
 def _confirmed(job: Search, outcome: Tuned, test: Criterion, servers: Servers, tried: Callable[..., Trial]) -> Profile | None:
     """The profile with what it gains: over the untuned baseline, both started afresh; None where that doesn't hold up."""
     gained = [trial for trial, kept, _ in outcome.trials if kept]
@@ -276,24 +275,22 @@ def _confirmed(job: Search, outcome: Tuned, test: Criterion, servers: Servers, t
     if job.confirm:
         servers.drop(outcome.settings)
         servers.ahead([{}, outcome.settings])
-        final = tried(TOGETHER[0], TOGETHER[1], words, outcome.settings, {}, Criterion(1 - FAMILY_ERROR, outcome.floor, job.tolerance))
+        fresh = Criterion(1 - FAMILY_ERROR, outcome.floor, job.tolerance, job.question.pairs)
+        final = tried(TOGETHER[0], TOGETHER[1], words, outcome.settings, {}, fresh)
         if not outcome.trials[-1][1]:
             output.warn(f"in fresh starts of both, what was kept switch by switch doesn't hold: {outcome.trials[-1][2]}")
             outcome.settings = {}
             return None
-        confidence, pairs = 1 - FAMILY_ERROR, final.pairs
-        ratio = paired_ratio(pairs, confidence)
-        speeds, lower = pairs, ratio.lower or 0.0
-        whole = ratio.ratio
+        ratio, speeds, confidence = fresh.ratio(final.pairs), final.pairs, fresh.confidence
+        whole, lower = ratio.ratio, ratio.lower or 0.0
     else:
-        ratios = [paired_ratio(trial.pairs, job.confidence) for trial in gained]
         whole = lower = 1.0
-        for each in ratios:
+        for each in (test.ratio(trial.pairs) for trial in gained):
             whole, lower = whole * each.ratio, lower * (each.lower or 0.0)
         confidence, speeds = job.confidence, [(gained[0].pairs[0][0], gained[-1].pairs[-1][1])]
     load = job.question.loads[0]
     gain = Gain(workload="+".join(each.name for each in job.question.loads), requests=load.requests, output_tokens=load.output_tokens,
-                in_flight=load.in_flight, baseline_tps=sum(a for a, _ in speeds) / len(speeds), tuned_tps=sum(b for _, b in speeds) / len(speeds),
+                in_flight=load.in_flight, baseline_tps=median(a for a, _ in speeds), tuned_tps=median(b for _, b in speeds),
                 ratio=whole, lower_bound=lower, confidence=confidence, pairs=len(speeds), confirmed=job.confirm,
                 date=time.strftime("%Y-%m-%d", time.gmtime()))  # fmt: skip
     return job.profile(outcome.settings, gain)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -26,8 +25,9 @@ from gemq.errors import IntegrityError, StoppedSafely, UsageError
 from gemq.serve import trials, tune_job
 from gemq.serve.engine import EngineFacts, ask_engine
 from gemq.serve.profile import read_profile
-from gemq.serve.trials import Criterion, Divergence, Question, Servers, Trial, paired_ratio, run_trial
+from gemq.serve.trials import Question, Servers, run_trial
 from gemq.serve.tune import Journal
+from gemq.serve.verdict import Criterion, Trial
 
 RUN = """
 import sys
@@ -345,40 +345,3 @@ def test_one_server_at_a_time_does_and_a_baseline_that_never_repeats_itself_is_r
     with pytest.raises(IntegrityError, match="decode every prompt to other ids"):
         run(model, cpu_python, "--switch", "split-kv", "--servers", 1, "--pairs", 2, "--output", tmp_path / "out")
     assert len(starts(model)) == 4, "baseline, again, baseline, again: what is up is used"
-
-
-def simulated(rng: random.Random, gain: float, noise: float, pairs: int) -> list[tuple[float, float]]:
-    return [(100 * (1 + rng.gauss(0, noise)), 100 * gain * (1 + rng.gauss(0, noise))) for _ in range(pairs)]
-
-
-def test_noise_wins_in_no_more_than_one_tune_in_twenty() -> None:
-    rng = random.Random(5)
-    candidates, wins = 14, 0
-    test = Criterion(1 - 0.05 / candidates)
-    for _ in range(400):
-        wins += any(test.faster(simulated(rng, 1.0, 0.02, 6)) for _ in range(candidates))
-    assert wins <= 400 * 0.05 + 3 * (400 * 0.05 * 0.95) ** 0.5
-    # and what is really faster isn't overlooked: 7% at the 0.3% of a quiet machine
-    assert all(test.faster(simulated(rng, 1.07, 0.003, 6)) for _ in range(100))
-
-
-def test_the_bounds_of_a_paired_ratio_are_the_textbooks() -> None:
-    # ln ratios 0.1, 0.2, 0.3: mean 0.2, s 0.1, t_{2, 0.95} = 2.919986
-    found = paired_ratio([(1.0, 1.1051709180756477), (2.0, 2.44280551632034), (1.0, 1.3498588075760032)], 0.95)
-    assert found.ratio == pytest.approx(1.2214027581601699)
-    assert found.lower == pytest.approx(2.718281828 ** (0.2 - 2.919986 * 0.1 / 3**0.5), rel=1e-6)
-    assert found.upper == pytest.approx(2.718281828 ** (0.2 + 2.919986 * 0.1 / 3**0.5), rel=1e-6)
-
-
-def test_a_candidate_is_kept_only_above_the_floor_and_with_the_same_ids() -> None:
-    trial = Trial("x", "y", {}, {}, pairs=[(100.0, 103.0), (100.0, 103.1), (100.0, 102.9)], checked=8)
-    assert Criterion(0.99).verdict(trial) == (True, "kept")
-    assert Criterion(0.99, floor=1.04).verdict(trial) == (False, "not faster beyond the noise")
-    trial.divergences = [Divergence("p1", 13, 0.03)]
-    kept, why = Criterion(0.99).verdict(trial)
-    assert not kept
-    assert why == "faster, but 1 of 8 prompts decode to other ids, p1 from token 13 (0.030 nats apart)"
-    assert Criterion(0.99, tolerance=0.05).verdict(trial)[0]
-    trial.divergences = [Divergence("p1", 13, None)]
-    assert not Criterion(0.99, tolerance=0.05).verdict(trial)[0], "a margin that nobody knows is none within the tolerance"
-    assert not Criterion(0.99).verdict(Trial("x", "y", {}, {}, pairs=[(1.0, 9.0)]))[0], "a single pair decides nothing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,21 +13,19 @@ from gemq.errors import UsageError
 from gemq.serve.serve import PROFILES
 
 if TYPE_CHECKING:
-    from gemq.serve.trials import Trial
     from gemq.serve.tune import Tuned
     from gemq.serve.tune_job import Prepared
+    from gemq.serve.verdict import Trial
 
 _COLUMNS = ("tried", "pairs", "TPS before", "after", "ratio", "bound", "verdict")
 
 
-def _row(trial: Trial, why: str, confidence: float) -> tuple[object, ...]:
-    from gemq.serve.trials import paired_ratio
-
+def _row(tuned: Tuned, trial: Trial, why: str) -> tuple[object, ...]:
     name = f"{trial.switch} {trial.value}"
-    if not trial.pairs:
+    ratio = tuned.ratio(trial)
+    if ratio is None:
         return (name, 0, "–", "–", "–", "–", why)
-    ratio = paired_ratio(trial.pairs, confidence)
-    before, after = (sum(pair[side] for pair in trial.pairs) / len(trial.pairs) for side in (0, 1))
+    before, after = (median(pair[side] for pair in trial.pairs) for side in (0, 1))
     bound = "–" if ratio.lower is None else f"{ratio.lower:.4f}"
     return (name, len(trial.pairs), f"{before:.2f}", f"{after:.2f}", f"{ratio.ratio:.4f}", bound, why)
 
@@ -50,7 +49,7 @@ def _show_left_out(left_out: list[Any]) -> None:
 def _show(tuned: Tuned, output_directory: Path) -> str:
     from gemq.serve.contract import NEAR_TIE_NATS
 
-    output.table("", _COLUMNS, [_row(trial, why, tuned.confidence) for trial, _, why in tuned.trials])
+    output.table("", _COLUMNS, [_row(tuned, trial, why) for trial, _, why in tuned.trials])
     _show_left_out(tuned.left_out)
     lines = [f"a candidate is kept if the lower bound ({tuned.confidence:.4f} one-sided) is above {tuned.floor:.4f}, and its ids are the baseline's"]
     for trial, _, why in tuned.trials:
@@ -81,7 +80,7 @@ def tune(
     workload: Annotated[str, typer.Option(help="efficient-gemma, lowbarena, or a .yaml that describes loads.")] = "efficient-gemma",
     requests: Annotated[int, typer.Option(min=1, help="Requests a run; at least as many as a load has in flight.")] = 2,
     tokens: Annotated[int | None, typer.Option(min=2, help="Tokens a request makes, in place of the workload's.")] = None,
-    pairs: Annotated[int, typer.Option(min=2, help="Pairs of runs, candidate and incumbent in turn.")] = 6,
+    pairs: Annotated[int, typer.Option(min=2, help="Pairs of runs, in turn; 24 or more where noise may hide a gain.")] = 6,
     prompts: Annotated[Path | None, typer.Option(help="Prompts: ShareGPT's .json, or a .jsonl; made from a seed if not given.")] = None,
     greedy_prompts: Annotated[int, typer.Option(min=1, help="Prompts whose greedy ids are compared.")] = 8,
     greedy_tokens: Annotated[int, typer.Option(min=1, help="Tokens that are decoded for each.")] = 128,
