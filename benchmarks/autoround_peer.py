@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 
 def main() -> None:
@@ -28,6 +29,11 @@ def main() -> None:
         device_map="cuda" if torch.cuda.is_available() else "cpu",
     )
     tuner.quantize_and_save(out, format="llm_compressor")
+    folder = Path(out)
+    (made,) = [path.parent for path in folder.glob("*/config.json")]  # in a folder of the model's name and the scheme's
+    for path in made.iterdir():
+        path.rename(folder / path.name)
+    made.rmdir()
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from benchmarks.slice import save_tokenizer, write_ids
 from gemq import output
 from gemq.quantize.architectures import ARCHITECTURES
 from gemq.quantize.whole_model import full_inventory
-from gemq.shards import DTYPES, ShardWriter
+from gemq.shards import DTYPES, ShardWriter, TensorSpec
 
 
 def e4b_config(layers: int | None = None) -> dict[str, Any]:
@@ -42,6 +42,18 @@ def e4b_config(layers: int | None = None) -> dict[str, Any]:
     return text
 
 
+def redundant_kv(config: dict[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """What the Hub's files hold for layers that share keys and values: no forward reads it, and vLLM refuses an unquantized model without it."""
+    kinds, found = config["layer_types"], {}
+    first = len(kinds) - config["num_kv_shared_layers"]
+    for layer in range(first, len(kinds)):
+        like = max(other for other in range(first) if kinds[other] == kinds[layer])
+        for leaf in ("k_proj", "v_proj", "k_norm"):
+            name = f"model.layers.{layer}.self_attn.{leaf}.weight"
+            found[name] = replace(specs[f"model.layers.{like}.self_attn.{leaf}.weight"], name=name)
+    return found
+
+
 def build(out: Path, layers: int | None = None) -> Path:
     """Write a source of that shape into `out`, unless it is there."""
     if out.exists():
@@ -51,6 +63,7 @@ def build(out: Path, layers: int | None = None) -> Path:
     (out / "config.json").write_text(json.dumps(config, indent=2))
     save_tokenizer(out)
     specs = full_inventory(config, ARCHITECTURES["Gemma4ForCausalLM"])
+    specs |= redundant_kv(config, specs)
     writer = ShardWriter(out, specs.values())
     writer.allocate()
     draw = torch.Generator("cuda").manual_seed(0)

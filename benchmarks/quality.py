@@ -22,7 +22,6 @@ from pathlib import Path
 from benchmarks import measured
 from gemq import output
 from gemq.demo import build_demo
-from gemq.recipes.model import Tuning, load_recipe
 
 TRUTH = "ppl_ground_truth_tokens.jsonl"
 
@@ -68,9 +67,6 @@ def rows(source: Path, text: Path, work: Path) -> list[Row]:
         "    scheme: {weights: {num_bits: 4, strategy: group, group_size: 128}}\n"
     )
 
-    tuned = work / "tuned.yaml"
-    tuned.write_text(load_recipe("w4a16-best").model_copy(update={"name": "w4a16-best-tuned", "tuning": Tuning()}).to_yaml())
-
     def ours(name: str, recipe: str | Path, on: str | Path = text) -> Row:
         return Row(name, measured.gemq("quantize", source, "--recipe", recipe, "--calibration", on, *common, "-o", work / name))
 
@@ -83,7 +79,7 @@ def rows(source: Path, text: Path, work: Path) -> list[Row]:
         oneshot("llm-compressor GPTQ g128, bfloat16", "gptq", "bfloat16"),
         ours("gemq w4a16-best", "w4a16-best"),
         ours("gemq w4a16-best, self", "w4a16-best", "self"),
-        ours("gemq w4a16-best, tuned", tuned),
+        ours("gemq w4a16-tuned", "w4a16-tuned"),
         ours("gemq w4a16", "w4a16"),
         ours("gemq w4a16, self", "w4a16", "self"),
         ours("gemq w4a16-awq", "w4a16-awq"),

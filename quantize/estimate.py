@@ -12,6 +12,7 @@ from gemq.quantize.plan import Plan
 
 _PROCESS_BYTES = 450_000_000  # torch, transformers and the interpreter, measured
 _BATCH_TOKENS = 4096
+_STEP_TOKENS = 2048  # of a batch that a step of tuning learns from
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,13 @@ def estimate(plan: Plan, tokens: int, device: str) -> Estimate:
     seconds = (plan.source_bytes() + plan.checkpoint_bytes()) / 1e9
     if not calibrated:
         return Estimate(_PROCESS_BYTES + 5 * 4 * (1 << 24), seconds + sum(unit.numel for unit in plan.units) / 1e8)
-    forward = 2 * sum(layers.values()) * tokens
+    weights = sum(layers.values())
+    forward = 2 * weights * tokens
+    tuning = plan.recipe.tuning
+    if plan.recipe.gptq.asymmetric or tuning is not None:
+        forward *= 2  # the source's weights walk beside
+    if tuning is not None:  # a step goes through the layer forwards, and backwards for twice that
+        forward += 3 * 2 * weights * min(tokens, tuning.batches * _STEP_TOKENS) * tuning.iterations
     hessians = sum(unit.in_features**2 for unit in calibrated) * tokens
     solves = sum(unit.numel * unit.in_features + 2 * unit.in_features**3 for unit in calibrated if unit.method == "gptq")
     seconds += (forward + hessians + 2 * solves) / _matmul_rate(device) + sum(unit.numel for unit in plan.units if unit.is_table) / 1e8

@@ -35,7 +35,7 @@ class Scratch:
     def put(self, tensor: torch.Tensor) -> Callable[[int, torch.Tensor], None]:
         """Keep `tensor`; returns what reads the bytes from a place in it into a contiguous host tensor, as many as that has."""
         if self._file is None:
-            self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)
+            self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - closed by close()
         flat, start = tensor.detach().reshape(-1).view(torch.uint8), self._end
         self._end += flat.numel()
         os.posix_fallocate(self._file.fileno(), start, max(1, flat.numel()))

@@ -6,6 +6,7 @@ With `--json`, stdout carries one JSON document and nothing else. NO_COLOR and a
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,17 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-_err = Console(stderr=True, highlight=False, soft_wrap=True)
-_out = Console(highlight=False, soft_wrap=True)
+_LOG_WIDTH = 160  # of tables in a file or a pipe, unless COLUMNS says otherwise: a log needs no cells folded to a terminal's 80
+
+
+def _console(*, stderr: bool) -> Console:
+    made = Console(stderr=stderr, highlight=False, soft_wrap=True)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made = Console(stderr=stderr, highlight=False, soft_wrap=True, width=_LOG_WIDTH)
+    return made
+
+
+_err, _out = _console(stderr=True), _console(stderr=False)
 
 
 class _Mode:
