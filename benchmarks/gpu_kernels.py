@@ -20,7 +20,7 @@ import torch
 from gemq import output
 from gemq.quantize import gptq, refine, sweep_triton
 from gemq.quantize.phases import Phases
-from gemq.quantize.products import product
+from gemq.quantize.products import add_product, product
 from gemq.quantize.scales import find_scales
 from gemq.recipes.model import Gptq, WeightScheme
 
@@ -114,6 +114,17 @@ def check_hessian(size: int, tokens: int) -> dict[str, tuple[float, float]]:
     made["2048 rows @ H, three TF32 products"] = off(product(weight, moments), reference), timed(lambda: product(weight, moments))
     found = product(integers, moments, left_is_short=True)
     made["2048 rows of integers @ H, two"] = off(found, short), timed(lambda: product(integers, moments, left_is_short=True))
+    apart = (inputs(tokens, size).float() - wide).T
+    crossed = sum(left.double() @ right.double() for left, right in zip(apart.split(2048, 1), wide.split(2048), strict=True))
+
+    def cross(short: bool) -> torch.Tensor:
+        found = torch.zeros(size, size, device="cuda")
+        add_product(found, apart, wide, right_is_short=short)
+        return found
+
+    made["(Y - X)^T X, torch"] = off(apart @ wide, crossed), timed(lambda: apart @ wide)
+    made["(Y - X)^T X, two TF32 products"] = off(cross(True), crossed), timed(lambda: cross(True))
+    made["(Y - X)^T X, three"] = off(cross(False), crossed), timed(lambda: cross(False))
     phases = Phases("cuda")
     with phases("whole"):
         for _ in range(10):

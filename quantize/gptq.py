@@ -16,7 +16,7 @@ import torch
 
 from gemq.errors import IntegrityError
 from gemq.output import warn
-from gemq.quantize.products import product
+from gemq.quantize.products import add_product, product
 from gemq.quantize.refine import refine
 from gemq.quantize.scales import find_scales, integer_range, restore, round_to_scales
 from gemq.quantize.threads import single_thread
@@ -40,7 +40,7 @@ class Hessian:
 
     def add(self, inputs: torch.Tensor, source: torch.Tensor | None = None) -> None:
         """Add the rows of `inputs` [..., in], and of `source`, the same rows as the source's own weights make them."""
-        flat = inputs.reshape(-1, inputs.shape[-1])
+        flat, short = inputs.reshape(-1, inputs.shape[-1]), inputs.dtype == torch.bfloat16
         self.rows += flat.shape[0]
         if flat.is_cuda and flat.dtype == torch.bfloat16:
             from gemq.quantize.sweep_triton import add_outer_products
@@ -55,7 +55,7 @@ class Hessian:
             flat = flat.to(torch.float32)
             if self.cross is None:
                 self.cross = torch.zeros_like(self.sum)
-            self.cross.addmm_((source.reshape(flat.shape).to(torch.float32) - flat).T, flat)
+            add_product(self.cross, (source.reshape(flat.shape).to(torch.float32) - flat).T, flat, right_is_short=short)
 
     def blocks(self) -> Iterator[torch.Tensor]:
         """Views of the sums, a few rows at a time and together all that is computed of them: to add up those of several devices."""

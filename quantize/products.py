@@ -20,16 +20,32 @@ def product(left: torch.Tensor, right: torch.Tensor, *, left_is_short: bool = Fa
     if not left.is_cuda:
         return left @ right
     made = torch.zeros(left.shape[0], right.shape[1], dtype=torch.float32, device=left.device)
-    with _tf32():
-        for start in range(0, left.shape[1], _DEPTH):
-            columns, rows = left[:, start : start + _DEPTH], right[start : start + _DEPTH]
-            high, low = split(rows)
-            if left_is_short:
-                made.addmm_(columns, low).addmm_(columns, high)
-                continue
-            left_high, left_low = split(columns)
-            made.addmm_(left_high, low).addmm_(left_low, high).addmm_(left_high, high)
+    add_product(made, left, right, left_is_short=left_is_short)
     return made
+
+
+def add_product(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, left_is_short: bool = False, right_is_short: bool = False
+) -> None:
+    """Add `left` [m, k] @ `right` [k, n] to `total`, float32 all of them. `..._is_short`: every number of it has 11 bits at most."""
+    if not total.is_cuda:
+        total.addmm_(left, right)
+        return
+    with _tf32():
+        add_in_parts(total, left, right, left_is_short=left_is_short, right_is_short=right_is_short)
+
+
+def add_in_parts(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, left_is_short: bool, right_is_short: bool) -> None:
+    """`add_product` in the parts that tensor cores multiply exactly: the small ones first."""
+    for start in range(0, left.shape[1], _DEPTH):
+        columns, rows = left[:, start : start + _DEPTH], right[start : start + _DEPTH]
+        left_high, left_low = (columns, None) if left_is_short else split(columns)
+        right_high, right_low = (rows, None) if right_is_short else split(rows)
+        if right_low is not None:
+            total.addmm_(left_high, right_low)
+        if left_low is not None:
+            total.addmm_(left_low, right_high)
+        total.addmm_(left_high, right_high)
 
 
 def split(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
