@@ -1,7 +1,8 @@
 """What of an interrupted quantization is finished, so that the same command goes on there.
 
-`OUT.partial/checkpoint` is the checkpoint as far as it is written, `OUT.partial/journal.json` says which parts of it count, with the SHA-256
+`OUT.partial/checkpoint` is the checkpoint as far as it is written, `OUT.partial/journal.json` says which parts of it count, with a digest
 of their bytes. A part counts only if its bytes still have that digest: a journal that is damaged, or bytes that changed, cost work, never truth.
+The digest is XXH3's of 128 bits: six times as fast as SHA-256, and against accidents, which is all that can be asked of a file in the same folder.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import xxhash
+
 from gemq.atomic import write_file
 from gemq.errors import UsageError
 from gemq.output import note, warn
@@ -21,6 +24,7 @@ from gemq.shards import ShardWriter
 
 Resume = Literal["auto", "required", "never"]
 _FILE = "journal.json"
+_VERSION = 2
 _PIECE_BYTES = 64 << 20
 
 
@@ -30,15 +34,15 @@ def canonical(data: Any) -> bytes:
 
 
 def digest_of(writer: ShardWriter, names: list[str], over: Callable[..., Iterable[bytes]] = map) -> str:
-    """SHA-256 over those of the pieces of `names` as they lie in the shards; `over` maps a function over the pieces, in order."""
+    """XXH3-128 over those of the pieces of `names` as they lie in the shards; `over` maps a function over the pieces, in order."""
 
     def piece(name: str, start: int) -> bytes:
-        state = hashlib.sha256()
+        state = xxhash.xxh3_128()
         writer.feed(name, state.update, start, _PIECE_BYTES)
         return state.digest()
 
     pieces = [(name, start) for name in names for start in range(0, writer.tensors[name].nbytes, _PIECE_BYTES)]
-    return hashlib.sha256(b"".join(over(piece, *zip(*pieces, strict=True)) if pieces else ())).hexdigest()
+    return xxhash.xxh3_128_hexdigest(b"".join(over(piece, *zip(*pieces, strict=True)) if pieces else ()))
 
 
 @dataclass
@@ -52,7 +56,7 @@ class Journal:
 
     def save(self) -> None:
         """Write the journal, with a digest over itself."""
-        body = {"version": 1, "job": self.job, "parts": self.parts, "reports": dict(self.reports)}  # a copy: another thread may add to it
+        body = {"version": _VERSION, "job": self.job, "parts": self.parts, "reports": dict(self.reports)}  # a copy: another thread may add to it
         write_file(self.path, json.dumps({"sha256": hashlib.sha256(canonical(body)).hexdigest(), "body": body}, indent=1) + "\n")
 
     def finish(self, part: str, writer: ShardWriter, names: list[str]) -> None:
@@ -109,11 +113,15 @@ def _read(path: Path) -> dict[str, Any] | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         body = data["body"]
-        if hashlib.sha256(canonical(body)).hexdigest() != data["sha256"] or body["version"] != 1:
+        if hashlib.sha256(canonical(body)).hexdigest() != data["sha256"]:
             raise ValueError("its digest is not its own")
-        return dict(body)
+        written_by = body["version"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         warn(f"{path} is damaged ({error}): starting over")
         return None
+    if written_by != _VERSION:
+        raise UsageError(f"{path.parent} holds an unfinished quantization of another version of gemq",
+                         "finish it with that one, give --resume never to discard it, or another --output")  # fmt: skip
+    return dict(body)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from tests.quantize.small_jobs import make_job, run_job
 from gemq import atomic
 from gemq.errors import StoppedSafely, UsageError
 from gemq.quantize import run as quantize_run
+from gemq.quantize.journal import canonical
 from gemq.quantize.seal import check_seal
 
 RECIPE = "w4a16-g32"
@@ -124,6 +127,21 @@ def test_a_damaged_journal_is_noticed_and_the_run_starts_over(source, undisturbe
     again = child(source, out)
     assert again.seal == undisturbed
     assert "starting over" in again.stderr
+
+
+def test_the_journal_of_another_version_is_refused_and_kept(source, undisturbed, tmp_path):
+    out = tmp_path / "out"
+    assert child(source, out, "written:layers.1.self_attn.o_proj").code == -9
+    path = atomic.partial_of(out) / "journal.json"
+    body = json.loads(path.read_text())["body"] | {"version": 1}
+    written = json.dumps({"sha256": hashlib.sha256(canonical(body)).hexdigest(), "body": body})
+    path.write_text(written)
+    torch.set_num_threads(1)
+    with pytest.raises(UsageError, match="another version of gemq") as refused:
+        run_job(source, out, RECIPE)
+    assert "--resume never" in refused.value.next_step
+    assert path.read_text() == written
+    assert run_job(source, out, RECIPE, resume="never").seal == undisturbed
 
 
 def test_an_unfinished_run_with_other_options_is_not_mixed_up_nor_thrown_away(source, undisturbed, tmp_path):
