@@ -197,15 +197,15 @@ def compare_ids(running: Running, question: Question, reference: Sequence[Decode
 
 
 def run_trial(trial: Trial, servers: Servers, question: Question, test: Criterion, reference: Sequence[DecodeRecord], same: Sequence[str] = (),
-              *, alone: bool = False) -> None:  # fmt: skip
+              *, alone: bool = False, in_time: Callable[[], bool] = lambda: True) -> None:  # fmt: skip
     """Fill `trial` in: measure it against its incumbent, and if it is faster, compare its ids and score a window.
 
     `same` names what vLLM took for the incumbent, where a switch is told by that: one that changes nothing of it, or brings something else than
-    its value, is not measured. `alone` leaves no server up beside
-    the one that is measured. Raises StoppedSafely where the incumbent's own server fails.
+    its value, is not measured. `alone` leaves no server up beside the one that is measured. A second look takes pairs while `in_time` says so.
+    Raises StoppedSafely where the incumbent's own server fails.
     """
     try:
-        _measure(trial, servers, question, test, same, alone)
+        _measure(trial, servers, question, test, same, alone, in_time)
         if not trial.failure and test.faster(trial.pairs):
             candidate = _of_candidate(trial, servers, lambda running: running)
             trial.divergences = _of_candidate(trial, servers, lambda running: compare_ids(running, question, reference))
@@ -225,7 +225,8 @@ def _of_candidate(trial: Trial, servers: Servers, ask: Callable[[Running], Any])
         raise CandidateFailed(servers.reason(trial.settings, error)) from error
 
 
-def _measure(trial: Trial, servers: Servers, question: Question, test: Criterion, same: Sequence[str], alone: bool) -> None:
+def _measure(trial: Trial, servers: Servers, question: Question, test: Criterion, same: Sequence[str], alone: bool,
+             in_time: Callable[[], bool]) -> None:  # fmt: skip
     def of_incumbent() -> float:
         if alone:
             servers.drop(trial.settings)
@@ -252,14 +253,17 @@ def _measure(trial: Trial, servers: Servers, question: Question, test: Criterion
     servers.settle()
     _pair_up(trial, question.pairs, of_incumbent, of_candidate, test)
     if len(trial.pairs) == question.pairs and not test.slower(trial.pairs) and test.further(trial.pairs):
-        _pair_up(trial, test.furthest, of_incumbent, of_candidate, test)
+        _pair_up(trial, test.furthest, of_incumbent, of_candidate, test, in_time)
 
 
-def _pair_up(trial: Trial, upto: int, of_incumbent: Callable[[], float], of_candidate: Callable[[], float], test: Criterion) -> None:
-    """Measure until there are `upto` pairs, or the candidate is given up as slower."""
+def _pair_up(trial: Trial, upto: int, of_incumbent: Callable[[], float], of_candidate: Callable[[], float], test: Criterion,
+             in_time: Callable[[], bool] = lambda: True) -> None:  # fmt: skip
+    """Measure until there are `upto` pairs, the time is over, or the candidate is given up as slower."""
     already = len(trial.pairs)
     with output.progress(f"{trial.switch} {trial.value}{', further' if already else ''}", upto - already, "pairs") as advance:
         for number in range(already, upto):
+            if not in_time():
+                return
             if number % 2:
                 a = of_incumbent()
                 b = of_candidate()

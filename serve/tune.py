@@ -187,7 +187,8 @@ def search(job: Search, journal: Journal, servers: Servers, told: Callable[[Tria
         if found is None:
             found = Trial(switch, label, settings, against, words)
             began = journal.spent
-            run_trial(found, servers, job.question, test, _steady(journal, outcome), same, alone=job.alone(settings, against))
+            run_trial(found, servers, job.question, test, _steady(journal, outcome), same, alone=job.alone(settings, against),
+                      in_time=lambda: switch == TOGETHER[0] or journal.spent < job.budget_seconds)  # fmt: skip
             found.seconds = journal.spent - began
             journal.add({"trial": found.to_json()})
         kept, why = test.verdict(found)
@@ -250,7 +251,7 @@ def _baseline(job: Search, journal: Journal, servers: Servers, outcome: Tuned, t
             records = reference_ids(servers.get({}, keep=[second]), job.question)
             journal.add({"ids": [asdict(record) for record in records]})
         # a test that nothing passes as slower, and everything as worth a look at its ids
-        run_trial(again, servers, job.question, _itself(job), journal.reference)
+        run_trial(again, servers, job.question, _itself(job), journal.reference, in_time=lambda: journal.spent < job.budget_seconds)
         if again.failure:
             raise GemqError(f"the baseline doesn't hold: {again.failure}", "serve it with gemq serve, and mend that first")
         servers.drop(second)

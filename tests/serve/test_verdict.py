@@ -120,7 +120,7 @@ def test_the_second_look_is_for_what_seems_to_gain_and_is_not_decided() -> None:
     assert test.further([(208.0, 225.0), (208.0, 224.0), (208.0, 199.0)])
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, speeds: list[tuple[float, float]], test: Criterion, planned: int) -> Trial:
+def measured(monkeypatch: pytest.MonkeyPatch, speeds: list[tuple[float, float]], test: Criterion, planned: int, in_time=lambda: True) -> Trial:
     """A trial whose servers run at these speeds (incumbent, candidate), pair by pair."""
     taken = {"a": iter([a for a, _ in speeds]), "b": iter([b for _, b in speeds])}
 
@@ -134,7 +134,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, speeds: list[tuple[float, float]],
     monkeypatch.setattr(trials, "speed", lambda running, question: next(taken[running.name]))
     monkeypatch.setattr(trials, "compare_ids", lambda *given: [])
     trial = Trial("x", "y", {"name": "b"}, {"name": "a"})
-    trials.run_trial(trial, Servers(), Question((), {}, planned, (), 1, ()), test, [])
+    trials.run_trial(trial, Servers(), Question((), {}, planned, (), 1, ()), test, [], in_time=in_time)
     return trial
 
 
@@ -148,3 +148,14 @@ def test_a_trial_is_measured_as_far_as_its_decision_needs(monkeypatch: pytest.Mo
     assert (len(equal.pairs), test.verdict(equal)) == (3, (False, "not faster beyond the noise"))
     slow = measured(monkeypatch, [(208.0, 40.0), (208.0, 40.1), (208.0, 40.0)], test, 3)
     assert (len(slow.pairs), test.verdict(slow)) == (2, (False, "slower"))
+
+
+def test_a_second_look_ends_with_the_time_and_counts_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    test = Criterion(0.9875, planned=3)
+    speeds = [(208.0, 225.0), (207.0, 224.0), (208.0, 199.0), *[(208.0, 225.0 + step / 9) for step in range(30)]]
+    left = iter([True] * 10 + [False] * 30)
+    cut = measured(monkeypatch, speeds, test, 3, in_time=lambda: next(left))
+    assert (len(cut.pairs), test.verdict(cut)) == (13, (True, "kept"))
+    left = iter([False] * 30)
+    none = measured(monkeypatch, speeds, test, 3, in_time=lambda: next(left))
+    assert len(none.pairs) == 3

@@ -73,7 +73,7 @@ def tune(
     output_directory: Annotated[
         Path | None, typer.Option("--output", "-o", help="A directory for profile.json and what was tried; a stopped search goes on.")
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.1, help="No candidate is started after these; what is under way, and the last check, is.")] = 60,
+    minutes: Annotated[float, typer.Option(min=0.1, help="No candidate is started, nor measured further, after these; the last check is.")] = 60,
     switch: Annotated[list[str] | None, typer.Option(help="Try this switch alone; say it again for more. All if not given.")] = None,
     drafter: Annotated[Path | None, typer.Option(help="A drafter's directory, for speculative decoding.")] = None,
     profile: Annotated[str | None, typer.Option(help=f"What candidates build on: {', '.join(PROFILES)}. Else the submission's own.")] = None,
