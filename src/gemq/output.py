@@ -59,7 +59,7 @@ def error(message: str, next_step: str = "") -> None:
 def result(data: dict[str, Any], text: str) -> None:
     """Print a command's result on stdout: `data` as one JSON document under `--json`, else `text`."""
     if mode.json:
-        print(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
+        print(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False), flush=True)  # of a command that goes on: gemq serve
     elif text:
         _out.print(escape(text))
 

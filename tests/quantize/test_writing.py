@@ -100,9 +100,8 @@ def test_parts_that_wait_for_the_disk_are_recorded_together_up_to_one_that_fails
         while not writing._records[-1].done() and begun != ["t0"]:  # the first one is on its way before the others are finished
             time.sleep(0.01)
     writing.write("t5", torch.zeros(7))  # not as planned
-    wait_for = writing._open[-1]
     writing.finish("t5", ["t5"], lambda: begun.append("t5"))
-    concurrent.futures.wait([wait_for])
+    concurrent.futures.wait([write for part in list(writing._parts) for write in part.writes])
     slow.set()
     with pytest.raises(ValueError, match="t5 was planned as"):
         writing.drain()

@@ -95,8 +95,9 @@ class GemqServe:
 
     def __init__(self, *arguments: str | Path, environment: dict[str, str] | None = None, cwd: Path) -> None:
         self.out, self.err = cwd / "gemq.out", cwd / "gemq.err"
+        inherited = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}  # a user hasn't set it
         self.process = subprocess.Popen(
-            [sys.executable, "-c", RUN_SERVE, *map(str, arguments), "--json"], cwd=cwd, env={**os.environ, **(environment or {})},
+            [sys.executable, "-c", RUN_SERVE, *map(str, arguments), "--json"], cwd=cwd, env={**inherited, **(environment or {})},
             stdout=open(self.out, "w"), stderr=open(self.err, "w"), start_new_session=True)  # noqa: SIM115
 
     def address(self, seconds: float) -> dict[str, object]:
