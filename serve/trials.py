@@ -201,8 +201,8 @@ def run_trial(trial: Trial, servers: Servers, question: Question, test: Criterio
     """Fill `trial` in: measure it against its incumbent, and if it is faster, compare its ids and score a window.
 
     `same` names what vLLM took for the incumbent, where a switch is told by that: one that changes nothing of it, or brings something else than
-    its value, is not measured. `alone` leaves no server up beside the one that is measured. A second look takes pairs while `in_time` says so.
-    Raises StoppedSafely where the incumbent's own server fails.
+    its value, is not measured. `alone` leaves no server up beside the one that is measured. A second look, where both stay up, takes pairs while
+    `in_time` says so. Raises StoppedSafely where the incumbent's own server fails.
     """
     try:
         _measure(trial, servers, question, test, same, alone, in_time)
@@ -252,7 +252,8 @@ def _measure(trial: Trial, servers: Servers, question: Question, test: Criterion
         return
     servers.settle()
     _pair_up(trial, question.pairs, of_incumbent, of_candidate, test)
-    if len(trial.pairs) == question.pairs and not test.slower(trial.pairs) and test.further(trial.pairs):
+    cheap = servers.room > 1 and not alone  # else each run is in a fresh start
+    if cheap and len(trial.pairs) == question.pairs and not test.slower(trial.pairs) and test.further(trial.pairs):
         _pair_up(trial, test.furthest, of_incumbent, of_candidate, test, in_time)
 
 

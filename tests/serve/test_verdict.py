@@ -120,11 +120,14 @@ def test_the_second_look_is_for_what_seems_to_gain_and_is_not_decided() -> None:
     assert test.further([(208.0, 225.0), (208.0, 224.0), (208.0, 199.0)])
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, speeds: list[tuple[float, float]], test: Criterion, planned: int, in_time=lambda: True) -> Trial:
+def measured(monkeypatch: pytest.MonkeyPatch, speeds: list[tuple[float, float]], test: Criterion, planned: int, in_time=lambda: True,
+             alone: bool = False) -> Trial:
     """A trial whose servers run at these speeds (incumbent, candidate), pair by pair."""
     taken = {"a": iter([a for a, _ in speeds]), "b": iter([b for _, b in speeds])}
 
     class Servers:
+        room = 2
+
         def get(self, settings, keep=()):
             return type("Running", (), {"taken": [], "name": settings["name"]})()
 
@@ -134,7 +137,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, speeds: list[tuple[float, float]],
     monkeypatch.setattr(trials, "speed", lambda running, question: next(taken[running.name]))
     monkeypatch.setattr(trials, "compare_ids", lambda *given: [])
     trial = Trial("x", "y", {"name": "b"}, {"name": "a"})
-    trials.run_trial(trial, Servers(), Question((), {}, planned, (), 1, ()), test, [], in_time=in_time)
+    trials.run_trial(trial, Servers(), Question((), {}, planned, (), 1, ()), test, [], in_time=in_time, alone=alone)
     return trial
 
 
@@ -159,3 +162,4 @@ def test_a_second_look_ends_with_the_time_and_counts_what_it_has(monkeypatch: py
     left = iter([False] * 30)
     none = measured(monkeypatch, speeds, test, 3, in_time=lambda: next(left))
     assert len(none.pairs) == 3
+    assert len(measured(monkeypatch, speeds, test, 3, alone=True).pairs) == 3, "each further run would cost a start"
