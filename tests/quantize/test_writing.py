@@ -93,6 +93,8 @@ def test_parts_that_wait_for_the_disk_are_recorded_together_up_to_one_that_fails
     shards.sync = lambda: (slow.wait(60), plain(), synced.append(len(journal.parts)))
     save = journal.save
     journal.save = lambda: (save(), saved.append(sorted(journal.parts)))
+    finished, write = threading.Event(), shards.write
+    shards.write = lambda name, tensor: (name == "t5" and finished.wait(60), write(name, tensor))
     writing = Writing(shards, journal, Phases(), 2)
     for name in names[:5]:
         writing.write(name, torch.full((100,), float(name[1:])))
@@ -101,6 +103,7 @@ def test_parts_that_wait_for_the_disk_are_recorded_together_up_to_one_that_fails
             time.sleep(0.01)
     writing.write("t5", torch.zeros(7))  # not as planned
     writing.finish("t5", ["t5"], lambda: begun.append("t5"))
+    finished.set()  # else finishing it may tell of the failure already
     concurrent.futures.wait([write for part in list(writing._parts) for write in part.writes])
     slow.set()
     with pytest.raises(ValueError, match="t5 was planned as"):
