@@ -11,7 +11,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -276,7 +276,7 @@ def _confirmed(job: Search, outcome: Tuned, test: Criterion, servers: Servers, t
     if job.confirm:
         servers.drop(outcome.settings)
         servers.ahead([{}, outcome.settings])
-        fresh = Criterion(1 - FAMILY_ERROR, outcome.floor, job.tolerance, job.question.pairs)
+        fresh = replace(test, confidence=1 - FAMILY_ERROR)
         final = tried(TOGETHER[0], TOGETHER[1], words, outcome.settings, {}, fresh)
         if not outcome.trials[-1][1]:
             output.warn(f"in fresh starts of both, what was kept switch by switch doesn't hold: {outcome.trials[-1][2]}")
