@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from gemq.positioned import bytes_of, read_at, write_at
 from gemq.quantize.activations import Activations
 
 _PIECE_BYTES = 16 << 20
@@ -46,13 +47,10 @@ class Scratch:
         def read(place: int, into: torch.Tensor) -> None:
             for write in writes:
                 write.result()
-            raw = into.reshape(-1).view(torch.uint8).numpy().data
-            done = 0
-            while done < len(raw):
-                got = os.preadv(self._file.fileno(), [raw[done:]], start + place + done)
-                if got == 0:
-                    raise OSError(f"the scratch file of activations ends at {start + place + done} bytes")
-                done += got
+            raw = bytes_of(into.reshape(-1).view(torch.uint8))
+            done = read_at(self._file.fileno(), start + place, raw)
+            if done < len(raw):
+                raise OSError(f"the scratch file of activations ends at {start + place + done} bytes")
 
         return read
 
@@ -78,10 +76,7 @@ class Scratch:
             try:
                 if ready is not None:
                     ready.synchronize()
-                raw = held.numpy().data
-                done = 0
-                while done < len(raw):
-                    done += os.pwrite(self._file.fileno(), raw[done:], place + done)
+                write_at(self._file.fileno(), place, bytes_of(held))
             finally:
                 self._room.release()
 

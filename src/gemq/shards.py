@@ -16,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, local
-from typing import Any
 
 import torch
 
 from gemq.errors import IntegrityError, UsageError
+from gemq.positioned import COPY_BYTES, bytes_of, read_at, write_at
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -31,7 +31,6 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
-_COPY_BYTES = 32 << 20
 _CACHED_BYTES = 2 << 20
 
 
@@ -119,12 +118,6 @@ def _tensor_info(path: Path, base: int, name: str, entry: object, broken) -> Ten
     return TensorInfo(name, dtype, tuple(shape), path, base + offsets[0], nbytes)
 
 
-def _bytes_of(flat: torch.Tensor) -> memoryview:
-    """The memory of a contiguous uint8 tensor on the CPU."""
-    array: Any = flat.numpy()
-    return memoryview(array).cast("B")
-
-
 def _opened(descriptors: dict[Path, int], opening: Lock, path: Path, flags: int) -> int:
     """The descriptor of `path` in `descriptors`, opened by the first thread that asks."""
     with opening:
@@ -201,7 +194,7 @@ class ShardReader:
         info = self.info(name)
         row_bytes = info.nbytes // max(info.shape[0], 1)
         out = torch.empty(len(rows), row_bytes, dtype=torch.uint8, pin_memory=pinned)
-        view = _bytes_of(out.reshape(-1))
+        view = bytes_of(out.reshape(-1))
 
         def read(first: int, stop: int) -> None:
             for position in range(first, stop):
@@ -232,16 +225,13 @@ class ShardReader:
         return out
 
     def _read_into(self, path: Path, offset: int, out: torch.Tensor) -> None:
-        self._read_view(path, offset, _bytes_of(out))
+        self._read_view(path, offset, bytes_of(out))
 
     def _read_view(self, path: Path, offset: int, view: memoryview) -> None:
         descriptor = self._descriptors.get(path) or _opened(self._descriptors, self._opening, path, os.O_RDONLY)
-        done = 0
-        while done < len(view):
-            count = os.preadv(descriptor, [view[done:]], offset + done)
-            if count == 0:
-                raise IntegrityError(f"{path} ended at byte {offset + done} while it was read", "the file changed: fetch or copy it again")
-            done += count
+        done = read_at(descriptor, offset, view)
+        if done < len(view):
+            raise IntegrityError(f"{path} ended at byte {offset + done} while it was read", "the file changed: fetch or copy it again")
 
     def read_into(self, info: TensorInfo, start: int, out: torch.Tensor) -> None:
         """Fill `out`, contiguous uint8, with raw bytes of a tensor from byte `start` of it."""
@@ -332,7 +322,7 @@ class ShardWriter:
         if DTYPE_NAMES.get(tensor.dtype) != info.dtype or tuple(tensor.shape) != info.shape:
             raise ValueError(f"{name} was planned as {info.dtype} {info.shape}, got {tensor.dtype} {tuple(tensor.shape)}")
         raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-        self._write_at(info.path, info.offset, _bytes_of(raw))
+        self._write_at(info.path, info.offset, bytes_of(raw))
 
     def write_rows(self, name: str, first: int, rows: torch.Tensor) -> None:
         """Put `rows` at row `first` of the tensor `name`; raises ValueError where they don't fit."""
@@ -340,7 +330,7 @@ class ShardWriter:
         if DTYPE_NAMES.get(rows.dtype) != info.dtype or tuple(rows.shape[1:]) != info.shape[1:] or first + rows.shape[0] > info.shape[0]:
             raise ValueError(f"{name} was planned as {info.dtype} {info.shape}, got rows {first} on of {rows.dtype} {tuple(rows.shape)}")
         raw = rows.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-        self._write_at(info.path, info.offset + first * (info.nbytes // info.shape[0]), _bytes_of(raw))
+        self._write_at(info.path, info.offset + first * (info.nbytes // info.shape[0]), bytes_of(raw))
 
     def write_columns(self, name: str, first: int, columns: torch.Tensor) -> None:
         """Put `columns` at column `first` of the matrix `name`; raises ValueError where they don't fit."""
@@ -353,7 +343,7 @@ class ShardWriter:
             return
         raw, item = columns.detach().contiguous().cpu().view(torch.uint8), columns.element_size()
         for row in range(rows):
-            self._write_at(info.path, info.offset + (row * width + first) * item, _bytes_of(raw[row]))
+            self._write_at(info.path, info.offset + (row * width + first) * item, bytes_of(raw[row]))
 
     def copy(self, reader: ShardReader, name: str, source_name: str | None = None) -> None:
         """Copy a tensor byte for byte from `reader`, in pieces."""
@@ -370,13 +360,10 @@ class ShardWriter:
         for first in range(start, start + length, _CACHED_BYTES):
             piece = self._copying.buffer[: min(_CACHED_BYTES, start + length - first)]
             reader.read_into(source, first, piece)
-            self._write_at(info.path, info.offset + first, _bytes_of(piece))
+            self._write_at(info.path, info.offset + first, bytes_of(piece))
 
     def _write_at(self, path: Path, offset: int, view: memoryview) -> None:
-        descriptor = _opened(self._descriptors, self._opening, path, os.O_RDWR)
-        done = 0
-        while done < len(view):
-            done += os.pwrite(descriptor, view[done : done + _COPY_BYTES], offset + done)
+        write_at(_opened(self._descriptors, self._opening, path, os.O_RDWR), offset, view)
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor `name` as it lies in its shard now."""
@@ -391,7 +378,7 @@ class ShardWriter:
         with open(info.path, "rb") as file:
             file.seek(info.offset + start)
             left = info.nbytes - start if length is None else min(length, info.nbytes - start)
-            while left and (piece := file.read(min(left, _COPY_BYTES))):
+            while left and (piece := file.read(min(left, COPY_BYTES))):
                 sink(piece)
                 left -= len(piece)
 
