@@ -1,8 +1,8 @@
 """The walk's GPU kernels beside what they stand for: the solver's loops on the CPU, Hessians in float64; and how long each step of a solve takes.
 
 Sums of another order make another tie here and there, and GPTQ carries each on through the rest of its row: so rows that differ are counted, and
-the objective is compared. Ends with 1 where one in ten rows differs or the objective by a thousandth, or where a Hessian is further from
-float64 than four times a float32 product.
+the objective is compared. Ends with 1 where one in ten rows differs or the objective by a thousandth, where a Hessian is further from float64
+than twice torch's product of bfloat16 with float32 sums (2e-5: tensor cores drop bits as they add up), or a product in parts than eight times torch's.
 `--profile LAYERS` quantizes a slice in this process and prints where the device's and the host's time goes.
 """
 
@@ -39,9 +39,9 @@ def timed(call: Callable[[], Any]) -> float:
     return sorted(taken[1:])[1]
 
 
-def inputs(tokens: int, size: int) -> torch.Tensor:
+def inputs(tokens: int, size: int, seed: int = 0) -> torch.Tensor:
     """Correlated inputs with a few large channels, bfloat16, on the card."""
-    draw = torch.Generator("cuda").manual_seed(size)
+    draw = torch.Generator("cuda").manual_seed(size + seed)
     mixed = torch.randn(tokens, 64, generator=draw, device="cuda") @ torch.randn(64, size, generator=draw, device="cuda") / 8
     spread = torch.exp(torch.randn(size, generator=draw, device="cuda"))
     return ((mixed + torch.randn(tokens, size, generator=draw, device="cuda")) * spread).to(torch.bfloat16)
@@ -114,7 +114,7 @@ def check_hessian(size: int, tokens: int) -> dict[str, tuple[float, float]]:
     made["2048 rows @ H, three TF32 products"] = off(product(weight, moments), reference), timed(lambda: product(weight, moments))
     found = product(integers, moments, left_is_short=True)
     made["2048 rows of integers @ H, two"] = off(found, short), timed(lambda: product(integers, moments, left_is_short=True))
-    apart = (inputs(tokens, size).float() - wide).T
+    apart = (wide + 0.05 * inputs(tokens, size, seed=1).float()).to(torch.bfloat16).float().sub(wide).T  # as a quantized model's differ from its source's
     crossed = sum(left.double() @ right.double() for left, right in zip(apart.split(2048, 1), wide.split(2048), strict=True))
 
     def cross(short: bool) -> torch.Tensor:
@@ -216,8 +216,9 @@ def main() -> None:
         found = check_hessian(size, 8192)
         for name, (error, taken) in found.items():
             output.note(f"X^T X of 8192 x {size}, {name}: {error:.2e} from float64, {taken:.2f} ms")
-        failed |= found["kernel, bfloat16"][0] > 4 * found["float32 product"][0]
-        failed |= found["2048 rows @ H, three TF32 products"][0] > 4 * found["2048 rows @ H, torch"][0]
+        failed |= found["kernel, bfloat16"][0] > 2 * found["bfloat16 product, float32 out"][0]
+        for made, asked in (("2048 rows @ H, three TF32 products", "2048 rows @ H, torch"), ("(Y - X)^T X, two TF32 products", "(Y - X)^T X, torch")):
+            failed |= not found[made][0] < 8 * found[asked][0]
     for size, out in ((2560, 20480), (10240, 2560)):
         output.table(f"a unit of {size} inputs and {out} outputs, ms", ("step", "ms"), solver_steps(size, out))
     sys.exit(failed)

@@ -122,7 +122,7 @@ class _Run:
         self.writing = Writing(self.writer, self.journal, self.phases, self._threads, self._know_source if later else None)
         if later:
             pool = ThreadPoolExecutor(1, "source")
-            self._hashing = pool.submit(file_hashes, job.source.directory, show=False)
+            self._hashing = pool.submit(file_hashes, job.source.directory, beside=True)
             pool.shutdown(wait=False)
         self._parts: dict[str, list[Unit]] = {}
         for unit in self.plan.units:

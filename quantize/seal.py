@@ -16,19 +16,20 @@ import stat
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 from threading import Lock
 
 from gemq import output
 from gemq.atomic import disk_errors, write_file, write_point
 from gemq.errors import IntegrityError, UsageError
+from gemq.positioned import BESIDE_BYTES, IN_CACHE_BYTES, pieces
 
 SEAL_FILE = "gemq.seal.json"
 CARD_FILE, MEASURED_FILE = "README.md", "measured.json"
 REPORTS = (CARD_FILE, MEASURED_FILE)  # what may be written anew about the same content
 VERSION = 1
 _MAX_SEAL_BYTES = 64 << 20
-_READ_BYTES = 128 << 10  # stays in the L2 cache between read and hash
 _WORTH_THREADS_BYTES = 8 << 20
 _MAX_SIZE = 2**63 - 1
 _LEFT_OVER = re.compile(r"\..+\.\d+\.tmp")  # what atomic.write_file leaves behind when it is killed
@@ -78,9 +79,9 @@ class Hashed:
 
 
 def sha256_of(path: Path) -> Hashed | str:
-    """The digest of a file that nobody writes to any more, or why there is none."""
+    """The digest of a file that nobody writes to any more, made while other threads work; or why there is none."""
     status = os.lstat(path)
-    digest = _sha256(str(path), status.st_size, lambda count: None)
+    digest = _sha256(str(path), status.st_size, lambda count: None, BESIDE_BYTES)
     return digest if isinstance(digest, str) else Hashed(digest, status.st_size, status.st_mtime_ns)
 
 
@@ -384,18 +385,17 @@ def hash_files(files: list[tuple[str, int]], label: str) -> list[bytes | str]:
     return results
 
 
-def _sha256(path: str, size: int, tell: Callable[[int], None]) -> bytes | str:
-    digest, buffer, done = hashlib.sha256(), bytearray(_READ_BYTES if size > _READ_BYTES else size + 1), 0
-    view = memoryview(buffer)
+def _sha256(path: str, size: int, tell: Callable[[int], None], piece_bytes: int = IN_CACHE_BYTES) -> bytes | str:
+    digest, done = hashlib.sha256(), 0
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb", buffering=0) as file:
+        with FileIO(descriptor) as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 return "is no regular file any more"
-            while count := file.readinto(view):
-                digest.update(view[:count])
-                done += count
-                tell(count)
+            for piece in pieces(file, min(piece_bytes, size + 1)):
+                digest.update(piece)
+                done += len(piece)
+                tell(len(piece))
     except OSError as error:
         return f"can't be read: {error.strerror}"
     return digest.digest() if done == size else f"changed while it was read: {done} bytes instead of {size}"

@@ -25,7 +25,7 @@ from gemq.shards import ShardReader, ShardWriter
 
 _WAITING_BYTES = 384 << 20  # that may lie in memory before they are written; pinned memory comes in powers of two, so up to twice that
 _PIECE_BYTES = 64 << 20
-_SYNC_BYTES = 1 << 30  # of a long copy that are sent to the disk before the rest is read
+_LONG_BYTES = 1 << 30  # of a tensor that is alone in its shard, or as good as
 _DEPTH = 6
 Request = tuple[str, int, int]
 
@@ -57,13 +57,14 @@ class Writing:
         self._pool = ThreadPoolExecutor(threads, "write") if threads else None
         self._recorder = ThreadPoolExecutor(1, "record")
         self._syncer = ThreadPoolExecutor(1, "sync")
+        self._watcher = ThreadPoolExecutor(1, "written")
         self._hashers = ThreadPoolExecutor(max(1, threads), "hash")
         self._digests = ThreadPoolExecutor(max(1, threads), "digest")
+        self._digested = ThreadPoolExecutor(max(1, threads), "part")
         self._open: list[Future[None]] = []  # writes of the part at hand
         self._last: dict[str, Future[None]] = {}  # and the last one of each whole tensor
         self._records: list[Future[None]] = []
         self._parts: deque[_Part] = deque()
-        self._unsynced_bytes = 0
         self._room, self._waiting_bytes = Condition(), 0
         self._missing: dict[Path, set[str]] = {}
         for name, info in writer.tensors.items():
@@ -97,15 +98,12 @@ class Writing:
             self.writer.copy(reader, name)
             done()
             return
-        mine = []
-        for start, length in _pieces(reader.info(name).nbytes):
-            mine.append(self._submit(lambda start=start, length=length: self.writer.copy_bytes(reader, name, start, length)))  # type: ignore[misc]
-            self._unsynced_bytes += length
-            if self._unsynced_bytes >= _SYNC_BYTES:
-                self._unsynced_bytes = 0
-                self._records.append(self._syncer.submit(self._sync, list(self._open)))
-        if reader.info(name).nbytes >= _SYNC_BYTES:  # alone in its shard, as good as: it need not wait for the rest
-            self._records.append(self._recorder.submit(self._hash_written, name, mine))
+        mine = [
+            self._submit(lambda start=start, length=length: self.writer.copy_bytes(reader, name, start, length))  # type: ignore[misc]
+            for start, length in _pieces(reader.info(name).nbytes)
+        ]
+        if reader.info(name).nbytes >= _LONG_BYTES:  # it need not wait for the rest
+            self._records.append(self._watcher.submit(self._hash_written, [name], mine))
 
     def finish(self, part: str, names: list[str], begin: Callable[[], None]) -> None:
         """Record `part`, whose tensors are `names`, when all that was written before is on the disk; `begin` is called right before."""
@@ -117,6 +115,7 @@ class Writing:
         self._raise_failed()
         writes, self._open, self._last = self._open, [], {}
         self._parts.append(_Part(part, names, writes, begin))
+        self._records.append(self._watcher.submit(self._hash_written, names, writes))
         self._records.append(self._recorder.submit(self._record))
 
     def held(self, names: Iterable[str]) -> None:
@@ -136,7 +135,7 @@ class Writing:
 
     def close(self) -> None:
         """Stop: what is being written ends, what waits is left out."""
-        for pool in (self._pool, self._recorder, self._syncer, self._hashers, self._digests):
+        for pool in (self._pool, self._recorder, self._watcher, self._syncer, self._hashers, self._digested, self._digests):
             if pool is not None:
                 pool.shutdown(cancel_futures=True)
 
@@ -192,26 +191,25 @@ class Writing:
             parts.append(self._parts.popleft())
         for part in parts:
             part.begin()
-            self._hash_whole(part.names)
         synced = self._syncer.submit(self._sync, [write for part in parts for write in part.writes])
-        digests = {
-            part.name: self._timed("record, beside", lambda part=part: digest_of(self.writer, part.names, self._digests.map))  # type: ignore[misc]
-            for part in parts
-        }
+        digests = self._timed("record, beside", lambda: list(self._digested.map(self._digest, parts)))
         synced.result()
         if self._before_records is not None:
             self._before_records()
             self._before_records = None
-        self.journal.parts.update(digests)
+        self.journal.parts.update(zip((part.name for part in parts), digests, strict=True))
         self.journal.save()
+
+    def _digest(self, part: _Part) -> str:
+        return digest_of(self.writer, part.names, self._digests.map)
 
     def _sync(self, writes: list[Future[None]]) -> None:
         _wait(writes)
         self._timed("sync, beside", self.writer.sync)
 
-    def _hash_written(self, name: str, writes: list[Future[None]]) -> None:
+    def _hash_written(self, names: list[str], writes: list[Future[None]]) -> None:
         _wait(writes)
-        self._hash_whole([name])
+        self._hash_whole(names)
 
     def _hash_whole(self, names: Iterable[str]) -> None:
         """Begin to hash the shards of which nothing is missing once `names` are there."""

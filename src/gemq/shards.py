@@ -14,13 +14,14 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from threading import Lock, local
 
 import torch
 
 from gemq.errors import IntegrityError, UsageError
-from gemq.positioned import COPY_BYTES, bytes_of, read_at, write_at
+from gemq.positioned import BESIDE_BYTES, begin_writeback, bytes_of, pieces, read_at, write_at
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -363,7 +364,9 @@ class ShardWriter:
             self._write_at(info.path, info.offset + first, bytes_of(piece))
 
     def _write_at(self, path: Path, offset: int, view: memoryview) -> None:
-        write_at(_opened(self._descriptors, self._opening, path, os.O_RDWR), offset, view)
+        descriptor = _opened(self._descriptors, self._opening, path, os.O_RDWR)
+        write_at(descriptor, offset, view)
+        begin_writeback(descriptor, offset, len(view))
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor `name` as it lies in its shard now."""
@@ -372,15 +375,13 @@ class ShardWriter:
         self.feed(name, raw.extend)
         return torch.frombuffer(raw, dtype=DTYPES[info.dtype]).reshape(info.shape)
 
-    def feed(self, name: str, sink: Callable[[bytes], object], start: int = 0, length: int | None = None) -> None:
+    def feed(self, name: str, sink: Callable[[memoryview], object], start: int = 0, length: int | None = None) -> None:
         """Pass the bytes of `name`, as they lie in its shard now, to `sink` in pieces: all, or at most `length` from byte `start` on."""
         info = self.tensors[name]
-        with open(info.path, "rb") as file:
+        with FileIO(info.path) as file:
             file.seek(info.offset + start)
-            left = info.nbytes - start if length is None else min(length, info.nbytes - start)
-            while left and (piece := file.read(min(left, COPY_BYTES))):
+            for piece in pieces(file, BESIDE_BYTES, info.nbytes - start if length is None else min(length, info.nbytes - start)):
                 sink(piece)
-                left -= len(piece)
 
     def sync(self) -> None:
         """Make what was written survive a power cut."""

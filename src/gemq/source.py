@@ -11,11 +11,13 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Literal
 
 from gemq import output
 from gemq.errors import IntegrityError, UsageError
+from gemq.positioned import BESIDE_BYTES, pieces
 
 DEFAULT_MODEL = "google/gemma-4-E4B-it"
 DEMO_MODEL = "gemma-3-270m"
@@ -99,24 +101,25 @@ def files_as_they_lie(directory: Path) -> str:
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
-def file_hashes(directory: Path, files: Iterable[str] | None = None, *, show: bool = True) -> dict[str, str]:
+def file_hashes(directory: Path, files: Iterable[str] | None = None, *, beside: bool = False) -> dict[str, str]:
     """SHA-256, in hex, of files by their name relative to `directory`, sorted by name.
 
-    files: the names; by default every file below the directory but hidden ones. show: a progress bar. Raises IntegrityError if one can't be read.
+    files: the names; by default every file below the directory but hidden ones. beside: while other threads work; then there is no progress bar.
+    Raises IntegrityError if one can't be read.
     """
     names = sorted(set(_visible_files(directory) if files is None else files))
     try:
         megabytes = sum((directory / name).stat().st_size // _MEGABYTE for name in names)
         with (
-            output.progress(f"hashing {directory.name}", megabytes, "MB") if show else nullcontext(_unseen) as advance,
+            nullcontext(_unseen) if beside else output.progress(f"hashing {directory.name}", megabytes, "MB") as advance,
             ThreadPoolExecutor(max_workers=max(1, min(8, os.cpu_count() or 1, len(names)))) as pool,
         ):
             lock = threading.Lock()
 
             def digest(name: str) -> str:
                 made = hashlib.sha256()
-                with open(directory / name, "rb") as file:
-                    while piece := file.read(4 * _MEGABYTE):
+                with FileIO(directory / name) as file:
+                    for piece in pieces(file, BESIDE_BYTES if beside else 4 * _MEGABYTE):
                         made.update(piece)
                         with lock:
                             advance(len(piece) // _MEGABYTE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import threading
 import time
 
@@ -11,6 +10,8 @@ import pytest
 import torch
 from tests.quantize.small_jobs import make_job
 
+from gemq import shards as shards_room
+from gemq.positioned import begin_writeback
 from gemq.quantize import writing as under_test
 from gemq.quantize.journal import open_journal
 from gemq.quantize.phases import Phases
@@ -49,9 +50,11 @@ def test_of_two_writes_to_one_tensor_the_later_one_stays(tmp_path):
 
 def test_a_long_copy_is_sent_to_the_disk_as_it_goes(tmp_path, gemma3, monkeypatch):
     monkeypatch.setattr(under_test, "_PIECE_BYTES", 1 << 12)
-    monkeypatch.setattr(under_test, "_SYNC_BYTES", 1 << 14)
+    monkeypatch.setattr(under_test, "_LONG_BYTES", 1 << 14)
     reader = make_job(gemma3, gemma3.parent / "never").reader
-    name = "model.embed_tokens.weight"
+    name, sent = "model.embed_tokens.weight", []
+    begin = shards_room.begin_writeback
+    monkeypatch.setattr(shards_room, "begin_writeback", lambda *given: (sent.append(given), begin(*given)))
 
     def copied(out, sync):
         shards = ShardWriter(out / "checkpoint", [TensorSpec(name, reader.info(name).dtype, reader.info(name).shape)])
@@ -69,9 +72,11 @@ def test_a_long_copy_is_sent_to_the_disk_as_it_goes(tmp_path, gemma3, monkeypatc
             writing.close()
         return shards, journal
 
-    seen, hashed = [], []
-    shards, journal = copied(tmp_path / "good", lambda shards: seen.append(os.fdatasync(next(iter(shards._descriptors.values())))))
-    assert len(seen) == reader.info(name).nbytes // (1 << 14) + 1 > 2
+    plain, synced, hashed = ShardWriter.sync, [], []
+    shards, journal = copied(tmp_path / "good", lambda shards: (synced.append(len(sent)), plain(shards)))
+    info = shards.tensors[name]
+    assert synced == [len(sent)] == [info.nbytes // (1 << 12)]  # each piece as it was written, all of them before the one wait for the disk
+    assert sorted((offset, length) for _, offset, length in sent) == [(info.offset + start, 1 << 12) for start in range(0, info.nbytes, 1 << 12)]
     assert torch.equal(shards.read(name), reader.read(name))
     assert journal.holds("copied", shards, [name])
     assert hashed == [[name], [name]]  # once by itself, before its part is recorded
@@ -82,6 +87,40 @@ def test_a_long_copy_is_sent_to_the_disk_as_it_goes(tmp_path, gemma3, monkeypatc
     with pytest.raises(OSError, match="No space left"):
         copied(tmp_path / "full", full)
     assert not open_journal(tmp_path / "full", {}, "required").parts
+
+
+def test_sending_a_range_to_the_disk_is_no_more_than_a_hint(tmp_path):
+    with open(tmp_path / "file", "w+b", buffering=0) as file:
+        file.write(bytes(range(256)) * (1 << 13))
+        begin_writeback(file.fileno(), 0, 1 << 21)
+        begin_writeback(file.fileno(), 1 << 40, 1 << 21)  # where there is nothing
+        file.seek(0)
+        assert file.read() == bytes(range(256)) * (1 << 13)
+    begin_writeback(10**6, 0, 1 << 21)  # no open file: fdatasync is what tells of a failure
+
+
+def test_a_shard_is_hashed_while_an_earlier_part_still_waits_for_the_disk(tmp_path):
+    specs = [TensorSpec(name, "F32", (1000,)) for name in "ab"]
+    shards = ShardWriter(tmp_path / "out" / "checkpoint", specs, max_shard_bytes=4000)
+    journal = open_journal(tmp_path / "out", {}, "auto")
+    shards.allocate()
+    slow, plain = threading.Event(), shards.sync
+    shards.sync = lambda: (slow.wait(60), plain())
+    writing = Writing(shards, journal, Phases(), 2)
+    for name in "ab":
+        writing.write(name, torch.full((1000,), 1.0))
+        writing.finish(name, [name], lambda: None)
+    for _ in range(600):
+        if len(writing._hashes) == 2 and all(future.done() for future in writing._hashes.values()):
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the second shard waits for the first one's part")
+    assert not journal.parts
+    slow.set()
+    writing.drain()
+    writing.close()
+    assert sorted(journal.parts) == ["a", "b"]
 
 
 def test_parts_that_wait_for_the_disk_are_recorded_together_up_to_one_that_fails(tmp_path):
