@@ -76,6 +76,7 @@ def build(out: Path, layers: int | None = None) -> Path:
             shape = (min(rows, spec.shape[0] - first), *spec.shape[1:])
             value = torch.randn(shape, generator=draw, device="cuda") / math.sqrt(spec.shape[-1])
             writer.write_rows(spec.name, first, value.to(DTYPES[spec.dtype]).cpu())
+    writer.sync()  # a source lies on the disk; what doesn't yet would be written beside the checkpoint
     writer.close()
     index = writer.index_json()
     if index is not None:

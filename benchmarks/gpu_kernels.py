@@ -2,7 +2,7 @@
 
 Sums of another order make another tie here and there, and GPTQ carries each on through the rest of its row: so rows that differ are counted, and
 the objective is compared. Ends with 1 where one in ten rows differs or the objective by a thousandth, where a Hessian is further from float64
-than twice torch's product of bfloat16 with float32 sums (2e-5: tensor cores drop bits as they add up), or a product in parts than eight times torch's.
+than twice torch's product of bfloat16 with float32 sums (2e-5: tensor cores drop bits as they add up), or one in parts than eight times torch's.
 `--profile LAYERS` quantizes a slice in this process and prints where the device's and the host's time goes.
 """
 
@@ -114,7 +114,8 @@ def check_hessian(size: int, tokens: int) -> dict[str, tuple[float, float]]:
     made["2048 rows @ H, three TF32 products"] = off(product(weight, moments), reference), timed(lambda: product(weight, moments))
     found = product(integers, moments, left_is_short=True)
     made["2048 rows of integers @ H, two"] = off(found, short), timed(lambda: product(integers, moments, left_is_short=True))
-    apart = (wide + 0.05 * inputs(tokens, size, seed=1).float()).to(torch.bfloat16).float().sub(wide).T  # as a quantized model's differ from its source's
+    # as the source's inputs differ from those of the quantized model
+    apart = (wide + 0.05 * inputs(tokens, size, seed=1).float()).to(torch.bfloat16).float().sub(wide).T
     crossed = sum(left.double() @ right.double() for left, right in zip(apart.split(2048, 1), wide.split(2048), strict=True))
 
     def cross(short: bool) -> torch.Tensor:
