@@ -16,7 +16,7 @@ import torch
 
 from gemq.errors import IntegrityError
 from gemq.output import warn
-from gemq.quantize.products import add_product, product
+from gemq.quantize.products import DEPTH, add_product, product
 from gemq.quantize.refine import refine
 from gemq.quantize.scales import find_scales, integer_range, restore, round_to_scales
 from gemq.quantize.threads import single_thread
@@ -52,10 +52,12 @@ class Hessian:
                 stop = min(start + self._block, flat.shape[1])
                 self.sum[start:stop, start:].addmm_(flat[:, start:stop].T, flat[:, start:])
         if source is not None:
-            flat = flat.to(torch.float32)
             if self.cross is None:
                 self.cross = torch.zeros_like(self.sum)
-            add_product(self.cross, (source.reshape(flat.shape).to(torch.float32) - flat).T, flat, right_is_short=short)
+            # as many rows at a time as are multiplied at once: in float32 a batch is larger than what it makes
+            for rows, own in zip(flat.split(DEPTH), source.reshape(flat.shape).split(DEPTH), strict=True):
+                wide = rows.to(torch.float32)
+                add_product(self.cross, (own.to(torch.float32) - wide).T, wide, right_is_short=short)
 
     def blocks(self) -> Iterator[torch.Tensor]:
         """Views of the sums, a few rows at a time and together all that is computed of them: to add up those of several devices."""
@@ -223,7 +225,7 @@ def target(weight: torch.Tensor, factorization: Factorization, hessian: Hessian)
     if hessian.cross is None or share == 0:
         return weight
     order, factor = factorization.order, factorization.factor
-    shift = (weight @ hessian.cross.div(hessian.rows)).index_select(1, order)
+    shift = (weight @ hessian.cross).div_(hessian.rows).index_select(1, order)
     shift = (shift @ factor.T) @ factor
     return weight + share * shift.index_select(1, torch.argsort(order))
 

@@ -9,6 +9,7 @@ import torch
 
 from gemq.errors import UsageError
 from gemq.quantize.plan import Plan
+from gemq.quantize.products import DEPTH
 
 DEFAULT_MEMORY = "8GiB"
 _UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -69,8 +70,8 @@ def parse_memory(text: str) -> int:
 def budget_of(plan: Plan, device: str, memory_bytes: int | None) -> Budget | None:
     """The budget on `device`, None on a CPU. torch is held to it: what goes beyond raises its error instead of taking more.
 
-    The walk computes in the source's own bfloat16 there, as it will be served, and in float32 for any other source. A recipe that walks
-    the source beside keeps both walks' activations on the device: it is held to `memory_bytes` only where they are given.
+    The walk computes in the source's own bfloat16 there, as it will be served, and in float32 for any other source. A recipe that walks the
+    source beside within layers keeps both walks' activations on the device: it is held to `memory_bytes` only where they are given.
     Raises UsageError where the device hasn't that much.
     """
     if torch.device(device).type != "cuda":
@@ -83,7 +84,7 @@ def budget_of(plan: Plan, device: str, memory_bytes: int | None) -> Budget | Non
     dtype = torch.bfloat16 if kept == {"BF16"} else torch.float32
     memory = parse_memory(DEFAULT_MEMORY) if memory_bytes is None else memory_bytes
     total = torch.cuda.get_device_properties(index).total_memory
-    if memory_bytes is None and walks_source(plan):
+    if memory_bytes is None and walks_source_within_layers(plan):
         return Budget(total, dtype)
     if memory > total:
         if memory_bytes is not None:
@@ -95,9 +96,27 @@ def budget_of(plan: Plan, device: str, memory_bytes: int | None) -> Budget | Non
     return Budget(memory, dtype)
 
 
-def walks_source(plan: Plan) -> bool:
-    """Whether the recipe looks at the source's own activations too."""
-    return bool(plan.recipe.gptq.asymmetric or getattr(plan.recipe, "tuning", None))
+def walks_source_within_layers(plan: Plan) -> bool:
+    """Whether the source's own activations must be kept within layers: for tuning, or for targets of units that stand before the layers."""
+    if plan.recipe.tuning:
+        return True
+    before = [unit for unit in plan.units if unit.layer is None and not unit.is_table and unit.name != "lm_head"]
+    return bool(plan.recipe.gptq.asymmetric) and any(plan.reads_inputs(unit) for unit in before)
+
+
+def paused_bytes(plan: Plan, tokens: int, longest: int, dtype: torch.dtype) -> int:
+    """The most that batches of `tokens` tokens hold while they are paused within a layer, masks of `longest` tokens included.
+
+    On E4B's shape twice of what was measured: what lies at which place of a layer is transformers' affair.
+    """
+    text = plan.skeleton.text
+    widths: dict[str, int] = {}
+    for matrix in plan.skeleton.matrices:
+        widths[matrix.kind.path] = max(widths.get(matrix.kind.path, 0), matrix.out_features)
+    attention = sum(widths.get(f"self_attn.{name}_proj", 0) for name in "qkv")
+    per_layer = len(plan.skeleton.decoder.layers) * getattr(text, "hidden_size_per_layer_input", 0)
+    values = 8 * text.hidden_size + 3 * widths.get("mlp.gate_proj", 0) + 2 * attention + per_layer + shared_kv_values(plan) + 2 * longest
+    return tokens * values * dtype.itemsize
 
 
 def shared_kv_values(plan: Plan) -> int:
@@ -109,7 +128,11 @@ def shared_kv_values(plan: Plan) -> int:
 
 
 def _working_bytes(plan: Plan, batch_tokens: int) -> int:
-    """Bytes of one layer, of the one after it that is read ahead, and of the largest unit's solving or a batch's forward beside them."""
+    """Bytes of one layer, of the one after it that is read ahead, and of the largest unit's solving or a batch's forward beside them.
+
+    Where targets are asymmetric the source's own layer comes to that, and moments between both models' inputs.
+    """
+    crossed = int(plan.recipe.gptq.asymmetric > 0)
     layers: dict[int | None, int] = {}
     solving = 0
     for unit in plan.units:
@@ -121,11 +144,12 @@ def _working_bytes(plan: Plan, batch_tokens: int) -> int:
         weights = 4 * size * (3 * rows + 10 * min(rows, _PIECE_ROWS))
         if unit.method == "gptq":
             # the Hessian, and one of its size in float64 with the halves of another beside the unit's weights, or its factor and the weights
-            solved = 4 * size * size + max(8 * size * size * 3 // 2 + 4 * size * rows, 4 * size * size + weights)
+            solved = (1 + crossed) * 4 * size * size + max(8 * size * size * 3 // 2 + 4 * size * rows, 4 * size * size + weights)
             solving = max(solving, solved)
         else:
             solving = max(solving, weights)
     widest = max((matrix.in_features for matrix in plan.skeleton.matrices), default=0)
     forward = 2 * batch_tokens * 5 * max(widest, plan.skeleton.text.hidden_size) + 4 * widest * widest
+    forward += crossed * (4 * widest * widest + 4 * 8 * DEPTH * widest)
     largest = max((size for layer, size in layers.items() if layer is not None), default=0)
-    return int(2 * largest + max(solving, forward) + _SLACK_BYTES)
+    return int((2 + crossed) * largest + max(solving, forward) + _SLACK_BYTES)

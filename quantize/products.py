@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-_DEPTH = 2048  # of the pieces that are split at a time
+DEPTH = 2048  # of the pieces that are split at a time
 _LOW_BITS = 0x1FFF
 
 
@@ -37,8 +37,8 @@ def add_product(
 
 def add_in_parts(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, left_is_short: bool, right_is_short: bool) -> None:
     """`add_product` in the parts that tensor cores multiply exactly: the small ones first."""
-    for start in range(0, left.shape[1], _DEPTH):
-        columns, rows = left[:, start : start + _DEPTH], right[start : start + _DEPTH]
+    for start in range(0, left.shape[1], DEPTH):
+        columns, rows = left[:, start : start + DEPTH], right[start : start + DEPTH]
         left_high, left_low = (columns, None) if left_is_short else split(columns)
         right_high, right_low = (rows, None) if right_is_short else split(rows)
         if right_low is not None:

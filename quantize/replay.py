@@ -64,13 +64,15 @@ class Replays:
         self._runs: list[Any] = [None] * len(batches)
         self._calls: list[Any] = [None] * len(batches)
         self.events: list[Any] = [None] * len(batches)
-        self.replaying = False
+        self.starting = self.replaying = False
 
     def start(self) -> None:
         """Bring every batch to its first stop. At a unit before the layers it is stopped for good, and starts again for the next."""
+        self.starting = True
         for position, batch in enumerate(self._batches):
             run = self._runs[position] = greenlet(self._forward)
             self._arrive(position, run.switch(batch))
+        self.starting = False
 
     def resume(self, again: bool = False) -> None:
         """Bring every batch to its next stop; `again` is for streams that stop where they leave a layer."""
@@ -80,15 +82,15 @@ class Replays:
             return
         unit = self._pending(self._calls[0].index)
         if unit is None or (self._pausing and _kind(unit) not in _HELD_DEARLY):
-            self._go_on()
+            self.go_on()
         elif self._paused_at is None:
             if not self._replay([(call.module, call.args, call.kwargs) for call in self._calls]):
-                self._go_on()
+                self.go_on()
         else:
             mlp = self._module_of(self._paused_at.matrices[0].module.rpartition(".")[0])
             inside = (_kind(self._paused_at), _kind(unit)) == ("mlp.gate_up_proj", "mlp.down_proj")
             if not (inside and self._replay([(mlp, (inputs,), {}) for inputs in self._inputs])):
-                self._go_on()
+                self.go_on()
 
     def close(self) -> None:
         """End every forward, and let go of what was kept for it."""
@@ -102,31 +104,45 @@ class Replays:
         """`inputs` [batch, length, layers, dim] as something that gives one layer's at a time."""
         return ByLayer(inputs, self._activations, self._scratch)
 
+    def visit(self, position: int) -> Any:
+        """The event at the first unit of its layer where batch `position` stops; it stays at the entrance, and nothing here keeps the inputs."""
+        call = self._calls[position]
+        event = self._run_anew(position, call.module, call.args, call.kwargs)
+        if event is None:
+            raise AssertionError(f"a batch went through layer {call.index} without stopping at a unit")
+        return event
+
     def _replay(self, runs: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> bool:
         """Run each batch's (module, args, kwargs) to the next unit; whether there was one."""
         for position, (module, args, kwargs) in enumerate(runs):
-            self._activations.fetch(position)
-            shared = _shared(kwargs)
-            before = dict(shared)
-            self.replaying = True
-            try:
-                module.forward(*args, **kwargs)
-            except Reached as reached:
-                event = reached.event
-            else:
+            event = self._run_anew(position, module, args, kwargs)
+            if event is None:
                 if position:
                     raise AssertionError(f"a batch went through {type(module).__name__} without stopping where others did")
                 return False
-            finally:
-                self.replaying = False
-                # keys and values that the run left for later layers are made again when the layer runs through; until then nobody would count them
-                shared.clear()
-                shared.update(before)
-                self._activations.release(position)
             self._arrive(position, event, replayed=True)
         return True
 
-    def _go_on(self) -> None:
+    def _run_anew(self, position: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The event at the first unit that batch `position` reaches in `module`, None if it reaches none."""
+        self._activations.fetch(position)
+        shared = _shared(kwargs)
+        before = dict(shared)
+        self.replaying = True
+        try:
+            module.forward(*args, **kwargs)
+        except Reached as reached:
+            return reached.event
+        finally:
+            self.replaying = False
+            # keys and values that the run left for later layers are made again when the layer runs through; until then nobody would count them
+            shared.clear()
+            shared.update(before)
+            self._activations.release(position)
+        return None
+
+    def go_on(self) -> None:
+        """Bring every batch from where it is paused to its next stop."""
         for position, run in enumerate(self._runs):
             self._activations.fetch(position)
             call = self._calls[position]

@@ -248,6 +248,7 @@ class _Run:
                 with self.phases("factorize"):
                     factorization = gptq.factorize(moments, self.plan.recipe.gptq, unit.name)
                 stacked = gptq.target(stacked, factorization, hessian)  # the error is measured from there
+                hessian.cross = None  # as large as the moments, and told
             if unit.name in self.plan.pairs:
                 with self.phases("smooth"):
                     scale, report["smoothing"] = self._folds.search(unit, stacked, moments, factorization)

@@ -6,8 +6,8 @@ replaced by what their stored form stands for, and all batches go on. So each la
 of everything quantized before it, and masks, rotary embeddings, per-layer inputs and shared K/V are whatever transformers makes of them:
 no code here knows an architecture. One layer's weights are in memory at a time; embeddings are read row by row from the source.
 
-A recipe with asymmetric targets sends the same batches through the source's own weights too, one stop ahead, so that each unit also sees
-what its inputs would have been.
+A recipe with asymmetric targets sends the same batches through the source's own weights too (`source_beside`), so that each unit also sees what
+its inputs would have been.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from torch import nn
 from gemq.errors import IntegrityError
 from gemq.quantize.activations import Activations
 from gemq.quantize.gptq import Hessian
-from gemq.quantize.gpu import Budget, shared_kv_values, walks_source
+from gemq.quantize.gpu import Budget, paused_bytes, shared_kv_values, walks_source_within_layers
 from gemq.quantize.loading import LayerLoader, prepare_decoder
 from gemq.quantize.multimodal import DecoderInputs
 from gemq.quantize.phases import Phases
 from gemq.quantize.plan import Pair, Plan, Unit
 from gemq.quantize.replay import LayerCall, Reached, Replays
 from gemq.quantize.scratch import Scratch
+from gemq.quantize.source_beside import Ahead, Anew
 from gemq.quantize.streams import AtExperts, AtLayer, AtUnit, Done, LeavingLayer, Stream
 from gemq.quantize.tuning import Call
 from gemq.shards import ShardReader
@@ -76,7 +77,8 @@ class Walk:
     """One pass of `windows` and `media` through the decoder of `plan`'s source, unit by unit.
 
     Each of `media` gives the arguments of the multimodal model's whole forward, batch 1, and is a batch of its own: it starts in the decoder
-    with what that forward hands to it. `budget` is a GPU's: then batches stand at layers only (`replay`), unless the source is walked beside.
+    with what that forward hands to it. `budget` is a GPU's: then batches stand at layers only (`replay`), unless the source is walked beside and
+    there is room for what they hold within a layer.
     `scratch` is a folder with room for the per-layer inputs that don't fit into it; the system's for such files if None.
     """
 
@@ -96,8 +98,8 @@ class Walk:
         self._unit_of = plan.quantized_matrices
         self._solved: set[str] = set()
         self._hessians: dict[str, Hessian] = {}
-        self._source: Stream | None = None
-        self._replays: Replays | None = None
+        self._source: Ahead | Anew | None = None
+        self._replays: list[Replays] = []
         self._restored_layers: set[int | None] = set()
         self._before_norm: dict[Any, torch.Tensor] = {}  # by greenlet
 
@@ -107,9 +109,7 @@ class Walk:
         with self.phases("load"):
             prepare_decoder(self.skeleton, self.reader, self.device, self.dtype)
         hooks = self._hooks()
-        quantized = self._stream()
-        if self.plan.recipe.gptq.asymmetric or self.plan.recipe.tuning:
-            self._source = Stream(self._forward, self.batches, lambda position, event: None)
+        quantized, self._source = self._streams()
         try:
             restored = self._restore(walker, None)
             if self._source is not None:
@@ -149,41 +149,61 @@ class Walk:
             self._loader.close()
             self.skeleton.decoder.__dict__.pop("project_per_layer_inputs", None)
 
-    def _stream(self) -> Stream | Replays:
-        if self.budget is None or walks_source(self.plan):
-            return Stream(self._forward, self.batches, self._observe)
+    def _streams(self) -> tuple[Stream | Replays, Ahead | Anew | None]:
+        """The quantized model's batches, and the source's where the recipe looks at them."""
+        with_source = bool(self.plan.recipe.gptq.asymmetric or self.plan.recipe.tuning)
+        if self.budget is None or (with_source and self._has_room_within_layers(self.budget)):
+            ahead = Ahead(Stream(self._forward, self.batches, _ignore)) if with_source else None
+            return Stream(self._forward, self.batches, self._observe), ahead
         tokens = sum(batch.numel() for batch in self.batches if isinstance(batch, torch.Tensor))
         values = tokens * self.dtype.itemsize
         hidden, shared = values * self.skeleton.text.hidden_size, values * shared_kv_values(self.plan)
         # masks, rotary tables and a layer's share of the per-layer inputs come to about half of the hidden states
-        quota = max(0, self.budget.activation_bytes(self.plan) - hidden // 2)
+        quota = max(0, self.budget.activation_bytes(self.plan) // (1 + with_source) - hidden // 2)
         # within a layer a batch holds the residual too, which nobody else counts; and what a smoothed norm made before it was smoothed
         # an eighth of all that may lie in host memory meanwhile: fetching it costs less than running attention again
         pausing = 8 * quota >= 7 * (2 * hidden + shared) and not self.plan.pairs
-        activations = Activations(self.device, quota - pausing * hidden, len(self.batches), reserved=hidden + shared)
-        head = self._unit_of.get("lm_head")
-        replays = self._replays = Replays(
-            self._forward, self.batches, self._observe, self._awaited, self.skeleton.model.get_submodule, activations, Scratch(self._scratch),
-            pausing=pausing, with_end=head is not None and head.method == "gptq",
-        )  # fmt: skip
+        head, scratch = self._unit_of.get("lm_head"), Scratch(self._scratch)
+
+        def replays(seen: Callable[[int, Any], None], pausing: bool) -> Replays:
+            activations = Activations(self.device, quota - pausing * hidden, len(self.batches), reserved=hidden + shared)
+            return Replays(
+                self._forward, self.batches, seen, self._awaited, self.skeleton.model.get_submodule, activations, scratch,
+                pausing=pausing, with_end=head is not None and head.method == "gptq",
+            )  # fmt: skip
+
+        self._replays = [replays(self._observe, pausing), *([replays(_ignore, False)] if with_source else [])]
         project = getattr(self.skeleton.decoder, "project_per_layer_inputs", None)
         if project is not None:
-            self.skeleton.decoder.project_per_layer_inputs = lambda *given: replays.keep_by_layer(project(*given))
-        return replays
+
+            def keep(*given: Any) -> Any:
+                return next(batches for batches in self._replays if batches.starting).keep_by_layer(project(*given))
+
+            self.skeleton.decoder.project_per_layer_inputs = keep
+        return self._replays[0], Anew(self._replays[1]) if with_source else None
+
+    def _has_room_within_layers(self, budget: Budget) -> bool:
+        if walks_source_within_layers(self.plan):
+            return True
+        known = [batch.shape for batch in self.batches if isinstance(batch, torch.Tensor)]
+        if len(known) < len(self.batches):
+            return False  # how many tokens media come to is not known before they ran
+        tokens, longest = sum(shape.numel() for shape in known), max(shape[-1] for shape in known)
+        return 2 * paused_bytes(self.plan, tokens, longest, self.dtype) <= budget.activation_bytes(self.plan)
 
     def _awaited(self, layer: int) -> Unit | None:
         return next((unit for unit in self.plan.units if unit.layer == layer and unit.name not in self._solved), None)
 
     def _solve_without_inputs(self, layer: int | None, walker: Walker) -> None:
         """In a stream that runs a layer anew for each unit: solve at once what is rounded to nearest."""
-        for unit in self.plan.units if self._replays is not None else []:
+        for unit in self.plan.units if self._replays else []:
             mine = unit.layer == layer and unit.name != "lm_head" and not unit.is_table and unit.matrices[0].experts is None
             if mine and not self.plan.reads_inputs(unit) and unit.name not in self._solved:
                 self._solve(unit, walker)
 
     def _source_at(self, position: int) -> Any:
         """Where the source's batch `position` stands, if targets are to make up for what its inputs would have been."""
-        return self._source.events[position] if self._source is not None and self.plan.recipe.gptq.asymmetric else None
+        return self._source.at(position) if self._source is not None and self.plan.recipe.gptq.asymmetric else None
 
     def _observe(self, position: int, event: Any) -> None:
         if not isinstance(event, AtUnit) or not self.plan.reads_inputs(event.unit):
@@ -213,14 +233,15 @@ class Walk:
 
         def pause_at_unit(unit: Unit) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-                if unit.name not in self._solved:
+                # where layers run anew, what is rounded to nearest is solved without its inputs
+                if unit.name not in self._solved and not (self._replays and not self.plan.reads_inputs(unit)):
                     self._pause(AtUnit(unit, args[0], self._before_norm.pop(getcurrent(), None)))
 
             return hook
 
         def note_norm(unit: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-                if self._replays is None and unit not in self._solved:
+                if not self._replays and unit not in self._solved:
                     self._before_norm[getcurrent()] = args[0]
 
             return hook
@@ -258,7 +279,7 @@ class Walk:
         return hooks
 
     def _pause(self, event: Any) -> None:
-        if self._replays is not None and self._replays.replaying:
+        if any(batches.replaying for batches in self._replays):
             raise Reached(event)
         getcurrent().parent.switch(event)
 
@@ -287,7 +308,7 @@ class Walk:
         with self.phases("load"):
             self._loader.load(index, {} if self._source is not None else restored)
         if self._source is not None:
-            self._lead()
+            self._source.enter(self.skeleton.decoder.layers[index])
             if restored:
                 self._loader.load(index, restored)
 
@@ -297,6 +318,9 @@ class Walk:
         unsolved = [unit.name for unit in self.plan.units if unit.layer == index and unit.name not in self._solved]
         if unsolved:
             raise IntegrityError(f"the forward of layer {index} never used {unsolved[0]}", "report this architecture as an issue of gemq")
+        if self._source is not None:
+            with self.phases("forward"):
+                self._source.leave()
         self.skeleton.decoder.layers[index].to("meta")
         walker.layer_done(index)
 
@@ -337,15 +361,14 @@ class Walk:
         assert walker.tune is not None
         index = events[0].index
         calls = [
-            Call(event.args, event.kwargs, source.output) for event, source in zip(events, self._source.events, strict=True)
+            Call(event.args, event.kwargs, self._source.at(position).output) for position, event in enumerate(events)
         ]  # fmt: skip
         walker.tune(index, self.skeleton.decoder.layers[index], calls)
         self._lead()
 
     def _lead(self) -> None:
-        """Let the source's batches go ahead, while its own weights are still in place."""
         if self._source is not None:
-            self._source.resume()
+            self._source.lead()
 
     def _expert_units(self, layer: int) -> list[Unit]:
         return [unit for unit in self.plan.units if unit.layer == layer and unit.matrices[0].experts is not None]
@@ -373,6 +396,10 @@ class Walk:
                 source = self._source_at(position)
                 hessian.add(event.hidden, None if source is None else source.hidden)
         walker.solve(unit, [], hessian)
+
+
+def _ignore(position: int, event: Any) -> None:
+    pass
 
 
 def _as(value: Any, dtype: torch.dtype) -> Any:

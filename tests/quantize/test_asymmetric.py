@@ -9,8 +9,10 @@ from tests.quantize.problems import problem
 from tests.quantize.small_jobs import make_job, run_job, stop_job, windows
 
 from gemq.quantize import gptq
+from gemq.quantize import run as quantize_run
+from gemq.quantize.gpu import Budget, paused_bytes, walks_source_within_layers
 from gemq.quantize.walk import Walk, Walker
-from gemq.recipes.model import Gptq, parse_recipe
+from gemq.recipes.model import Gptq, load_recipe, parse_recipe
 
 
 def test_the_whole_way_is_the_least_squares_weight_for_the_source_s_outputs():
@@ -62,6 +64,8 @@ rules:
     "here",
 )
 
+PLE_ROUNDED = parse_recipe(RECIPE.to_yaml().replace("- match:\n  - ple\n", "- match:\n  - ple\n  method: rtn\n"), "here")
+
 
 @pytest.fixture(scope="module", params=["gemma3", "gemma4 e4b"])
 def source(request, gemma3, tmp_path_factory):
@@ -69,22 +73,28 @@ def source(request, gemma3, tmp_path_factory):
 
 
 @pytest.mark.parametrize("restored_layers", [set(), {None, 0, 1}], ids=["from the start", "two layers replayed"])
-def test_both_streams_are_what_each_set_of_weights_makes_of_the_batches(source, tmp_path, restored_layers):
+@pytest.mark.parametrize("room", [None, 2, 1.9, 0], ids=["on a CPU", "with room for both", "run anew", "run anew without room"])
+def test_both_streams_are_what_each_set_of_weights_makes_of_the_batches(source, tmp_path, monkeypatch, room, restored_layers):
     """The solver shrinks every weight; the inputs it hears of must be those of the shrunken model, and of the model as it was."""
-    job = make_job(source, tmp_path / "out", RECIPE)
+    job, sets = make_job(source, tmp_path / "out", RECIPE if room is None else PLE_ROUNDED), windows(512, 3, 12)
+    monkeypatch.setattr(Budget, "activation_bytes", lambda self, plan: int(room * paused_bytes(plan, 36, 12, torch.float32)))
+    budget = None if room is None else Budget(1 << 33, torch.float32, batch_tokens=64)
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def solve(unit, weights, hessian):
-        seen[unit.name] = (hessian.mean(unit.name), hessian.cross / hessian.rows)
+        if job.plan.reads_inputs(unit):
+            seen[unit.name] = (hessian.mean(unit.name), hessian.cross / hessian.rows)
         return [weight * 0.9 for weight in weights]
 
     def restored(unit):
         return [job.reader.read(matrix.tensor).float() * 0.9 for matrix in unit.matrices] if unit.layer in restored_layers else None
 
-    sets = windows(512, 3, 12)
-    Walk(job.plan, job.reader, sets).run(Walker(restored, solve, lambda index: None))
+    walk = Walk(job.plan, job.reader, sets, budget=budget)
+    walk.run(Walker(restored, solve, lambda index: None))
+    assert len(walk._replays) == (0 if room in (None, 2) else 2)
+    assert all((batches._activations.spilled_bytes > 0) == (room == 0) for batches in walk._replays[1:])
     own, shrunken = captured_inputs(source, sets, job, 1.0), captured_inputs(source, sets, job, 0.9)
-    expected = [unit for unit in job.plan.units if unit.layer not in restored_layers]
+    expected = [unit for unit in job.plan.units if unit.layer not in restored_layers and job.plan.reads_inputs(unit)]
     assert seen.keys() == {unit.name for unit in expected}
     for unit in expected:
         moments, cross = seen[unit.name]
@@ -115,3 +125,21 @@ def test_a_recipe_with_asymmetric_targets_runs_and_resumes_to_the_same_bytes(gem
     whole = run_job(gemma3, tmp_path / "whole", RECIPE)
     stop_job(monkeypatch, "solved:layer 1", gemma3, tmp_path / "resumed", RECIPE)
     assert run_job(gemma3, tmp_path / "resumed", RECIPE).seal == whole.seal
+
+
+def test_a_checkpoint_does_not_depend_on_whether_both_models_had_room_within_layers(source, tmp_path, monkeypatch):
+    recipe = parse_recipe(load_recipe("w4a16-best").to_yaml().replace("group_size: 128", "group_size: 32"), "here")
+    monkeypatch.setattr(quantize_run, "budget_of", lambda *given: Budget(1 << 33, torch.bfloat16, 64))
+    seals = set()
+    for room in (1 << 40, 1 << 16, 0):
+        monkeypatch.setattr(Budget, "activation_bytes", lambda self, plan, room=room: room)
+        seals.add(run_job(source, tmp_path / f"out-{room}", recipe).seal)
+    stop_job(monkeypatch, "solved:layer 0", source, tmp_path / "resumed", recipe)
+    assert {run_job(source, tmp_path / "resumed", recipe).seal} == seals
+
+
+def test_units_before_the_layers_that_need_the_source_s_inputs_keep_both_models_within_layers(tmp_path):
+    source = build("e4b", tmp_path / "e4b")
+    assert walks_source_within_layers(make_job(source, tmp_path / "a", RECIPE).plan)
+    assert not walks_source_within_layers(make_job(source, tmp_path / "b", PLE_ROUNDED).plan)
+    assert walks_source_within_layers(make_job(source, tmp_path / "c", load_recipe("w4a16-tuned")).plan)

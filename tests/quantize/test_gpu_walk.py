@@ -163,8 +163,8 @@ def test_layers_that_run_anew_show_each_unit_what_a_paused_forward_shows_it(smal
     for unit, tensor in paused.items():
         # batches of another size: sums in another order
         torch.testing.assert_close(replayed[unit], tensor, rtol=1e-3, atol=1e-4 * float(tensor.abs().max()))
-    assert (walk._replays._activations.spilled_bytes > 0) == (quota < 1 << 40)
-    assert (walk._replays._scratch._end > 0) == (quota < 1 << 40 and name != "experts")
+    assert (walk._replays[0]._activations.spilled_bytes > 0) == (quota < 1 << 40)
+    assert (walk._replays[0]._scratch._end > 0) == (quota < 1 << 40 and name != "experts")
     assert "project_per_layer_inputs" not in vars(walk.skeleton.decoder)
 
 
@@ -177,8 +177,8 @@ def test_batches_pause_within_a_layer_where_nearly_all_of_it_has_room(small_mode
     needed = 2 * hidden + 4 * tokens * shared_kv_values(job.plan)
     monkeypatch.setattr(Budget, "activation_bytes", lambda self, plan: int(share * needed) + hidden // 2)
     replayed, walk = walked(model, Budget(1 << 33, torch.float32, batch_tokens=64))
-    assert walk._replays._pausing == pausing
-    assert (walk._replays._activations.spilled_bytes > 0) == pausing  # pausing keeps room for what nobody counts
+    assert walk._replays[0]._pausing == pausing
+    assert (walk._replays[0]._activations.spilled_bytes > 0) == pausing  # pausing keeps room for what nobody counts
     for unit, tensor in paused.items():
         torch.testing.assert_close(replayed[unit], tensor, rtol=1e-3, atol=1e-4 * float(tensor.abs().max()))
 
@@ -190,7 +190,7 @@ def test_without_room_nothing_that_a_batch_holds_lies_on_the_device_while_a_unit
     left: dict[str, int] = {}
 
     def solve(unit, weights, hessian):
-        calls = [call for call in walk._replays._calls if call is not None]
+        calls = [call for call in walk._replays[0]._calls if call is not None]
         pairs = [pair for call in calls for pair in (call.kwargs["shared_kv_states"] or {}).values()]
         tensors = [*(call.args[0] for call in calls), *(tensor for pair in pairs for tensor in pair)]
         left[unit.name] = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
