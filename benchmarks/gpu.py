@@ -85,8 +85,10 @@ def build(out: Path, layers: int | None = None) -> Path:
 
 
 def device_bytes() -> int:
-    """Bytes of device memory in use now, by whatever runs."""
-    said = subprocess.run(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True)
+    """Bytes of device memory in use now, by whatever runs, on the first card that this process sees."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    command = ["nvidia-smi", f"--id={first}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(said.stdout.splitlines()[0]) << 20
 
 
