@@ -16,7 +16,7 @@ import torch
 
 from gemq.errors import IntegrityError
 from gemq.output import warn
-from gemq.quantize.products import DEPTH, add_product, product
+from gemq.quantize.products import add_crossed, product
 from gemq.quantize.refine import refine
 from gemq.quantize.scales import find_scales, integer_range, restore, round_to_scales
 from gemq.quantize.threads import single_thread
@@ -40,7 +40,7 @@ class Hessian:
 
     def add(self, inputs: torch.Tensor, source: torch.Tensor | None = None) -> None:
         """Add the rows of `inputs` [..., in], and of `source`, the same rows as the source's own weights make them."""
-        flat, short = inputs.reshape(-1, inputs.shape[-1]), inputs.dtype == torch.bfloat16
+        flat = inputs.reshape(-1, inputs.shape[-1])
         self.rows += flat.shape[0]
         if flat.is_cuda and flat.dtype == torch.bfloat16:
             from gemq.quantize.sweep_triton import add_outer_products
@@ -54,10 +54,7 @@ class Hessian:
         if source is not None:
             if self.cross is None:
                 self.cross = torch.zeros_like(self.sum)
-            # as many rows at a time as are multiplied at once: in float32 a batch is larger than what it makes
-            for rows, own in zip(flat.split(DEPTH), source.reshape(flat.shape).split(DEPTH), strict=True):
-                wide = rows.to(torch.float32)
-                add_product(self.cross, (own.to(torch.float32) - wide).T, wide, right_is_short=short)
+            add_crossed(self.cross, inputs.reshape(flat.shape), source.reshape(flat.shape))
 
     def blocks(self) -> Iterator[torch.Tensor]:
         """Views of the sums, a few rows at a time and together all that is computed of them: to add up those of several devices."""

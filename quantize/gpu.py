@@ -150,6 +150,6 @@ def _working_bytes(plan: Plan, batch_tokens: int) -> int:
             solving = max(solving, weights)
     widest = max((matrix.in_features for matrix in plan.skeleton.matrices), default=0)
     forward = 2 * batch_tokens * 5 * max(widest, plan.skeleton.text.hidden_size) + 4 * widest * widest
-    forward += crossed * (4 * widest * widest + 4 * 8 * DEPTH * widest)
+    forward += crossed * (2 * 4 * widest * widest + 4 * 8 * DEPTH * widest)  # the moments, and what a piece of them adds
     largest = max((size for layer, size in layers.items() if layer is not None), default=0)
     return int((2 + crossed) * largest + max(solving, forward) + _SLACK_BYTES)

@@ -25,7 +25,6 @@ from gemq.quantize import gptq, refine, scales
 from gemq.quantize import run as quantize_run
 from gemq.quantize.activations import Activations
 from gemq.quantize.gpu import Budget, parse_memory, shared_kv_values
-from gemq.quantize.products import add_in_parts, split
 from gemq.quantize.seal import Hashed, check_seal, sha256_of, write_seal
 from gemq.quantize.walk import Walk, Walker
 from gemq.recipes.model import WeightScheme
@@ -344,40 +343,3 @@ def test_phases_add_up_to_the_time_of_the_main_thread(tmp_path):
     assert {"forward", "statistics", "factorize", "solve", "load", "write", "record", "copy", "seal"} <= own.keys()
     assert 0 < own["forward"] + own["solve"] < sum(own.values())
     assert "phases" not in made.manifest
-
-
-@pytest.mark.parametrize("short", ["neither", "left", "right"])
-def test_a_product_in_parts_of_eleven_bits_is_the_product(short):
-    left, right = torch.randn(30, 5000), torch.randn(5000, 40)
-    if short == "left":
-        left = left.to(torch.bfloat16).float()
-    elif short == "right":
-        right = right.to(torch.bfloat16).float()
-    exact = left.double() @ right.double() + 1
-    cut = torch.ones(30, 40)
-    rounded: list[torch.Tensor] = []
-
-    class TensorCores(torch.overrides.TorchFunctionMode):
-        """They take 11 bits of a number: what has more would be cut there, and the product be another one."""
-
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            if function is torch.Tensor.addmm_:
-                total, a, b = args
-                rounded.extend(value for value in (a, b) if split(value)[1].any())
-                return total.copy_(total.double() + split(a)[0].double() @ split(b)[0].double())
-            return function(*args, **(kwargs or {}))
-
-    with TensorCores():
-        add_in_parts(cut, left, right, left_is_short=short == "left", right_is_short=short == "right")
-    assert (cut - exact).norm() < 1e-6 * exact.norm()
-    assert all(value.abs().max() < 1e-2 for value in rounded), "what is cut are low parts, by 2^-11 of 2^-11"
-
-
-def test_a_number_is_split_into_eleven_bits_and_the_rest():
-    value = torch.randn(100, 7) * torch.exp(10 * torch.randn(100, 7))
-    high, low = split(value)
-    assert torch.equal(high + low, value)
-    for part, bits in ((high, 11), (low, 13)):
-        mantissa = part.frexp().mantissa.double() * 2**bits
-        assert torch.equal(mantissa, mantissa.round())
-    assert torch.equal(split(torch.arange(-128.0, 128.0))[1], torch.zeros(256))
