@@ -26,10 +26,12 @@ from gemq.calibration.media import MediaFile, MediaRecord
 from gemq.calibration.sets import CalibrationSet
 from gemq.cli import app
 from gemq.errors import GemqError, StoppedSafely, UsageError
-from gemq.quantize.gpu import Budget
+from gemq.quantize import run as quantize_run
+from gemq.quantize.gpu import Budget, paused_bytes
 from gemq.quantize.phases import Phases
 from gemq.quantize.ranks import Ranks, shares_of, split
 from gemq.quantize.seal import check_seal
+from gemq.quantize.source_beside import Anew
 from gemq.quantize.walk import Walk, Walker, batches_of
 from gemq.recipes.model import Recipe, load_recipe
 from gemq.shards import ShardReader
@@ -58,6 +60,23 @@ def together(gemma3, tmp_path_factory):
     """An undisturbed run on two devices."""
     out = tmp_path_factory.mktemp("together") / "out"
     return quantized(gemma3, out, RECIPE, devices=TWO)
+
+
+def test_two_devices_whose_source_runs_layers_anew_find_what_one_finds(gemma3, tmp_path, monkeypatch):
+    texts = calibration()
+    plan = make_job(gemma3, tmp_path / "never", RECIPE, calibration=texts).plan
+    ample = Budget(1 << 40, torch.float32, 1024)
+    room = paused_bytes(plan, texts.description["tokens"] // 4, 96, torch.float32)  # half of what a half would need
+    small = Budget(ample.memory_bytes - ample.activation_bytes(plan) + room, torch.float32, 1024)
+    anew: list[int] = []
+    enter = Anew.enter
+    monkeypatch.setattr(Anew, "enter", lambda self, layer: (anew.append(1), enter(self, layer)))
+    monkeypatch.setattr(quantize_run, "budget_of", lambda *given: small)
+    alone, both = (quantized(gemma3, tmp_path / f"out{len(devices)}", RECIPE, devices=devices) for devices in ((), TWO))
+    assert len(anew) == 2 * plan.skeleton.layer_count
+    for unit, report in alone.manifest["units"].items():
+        assert both.manifest["units"][unit]["output_error"] == pytest.approx(report["output_error"], rel=1e-2)
+        assert both.manifest["units"][unit].get("smoothing", {}).get("alpha") == report.get("smoothing", {}).get("alpha")
 
 
 def test_the_checkpoint_is_one_device_s_but_for_the_order_of_sums(gemma3, together, tmp_path):
