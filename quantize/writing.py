@@ -32,11 +32,11 @@ Request = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class _Part:
-    """A part whose tensors `names` are on their way: their writes, and what is called right before it is recorded."""
+    """A part on its way: the writes of its tensors, the digest that follows them, and what is called right before it is recorded."""
 
     name: str
-    names: list[str]
     writes: list[Future[None]]
+    digest: Future[str]
     begin: Callable[[], None]
 
     def is_written(self) -> bool:
@@ -114,7 +114,7 @@ class Writing:
             return
         self._raise_failed()
         writes, self._open, self._last = self._open, [], {}
-        self._parts.append(_Part(part, names, writes, begin))
+        self._parts.append(_Part(part, writes, self._digested.submit(self._digest_written, names, writes), begin))
         self._records.append(self._watcher.submit(self._hash_written, names, writes))
         self._records.append(self._recorder.submit(self._record))
 
@@ -192,16 +192,18 @@ class Writing:
         for part in parts:
             part.begin()
         synced = self._syncer.submit(self._sync, [write for part in parts for write in part.writes])
-        digests = self._timed("record, beside", lambda: list(self._digested.map(self._digest, parts)))
+        digests = {part.name: part.digest.result() for part in parts}
         synced.result()
         if self._before_records is not None:
             self._before_records()
             self._before_records = None
-        self.journal.parts.update(zip((part.name for part in parts), digests, strict=True))
+        self.journal.parts.update(digests)
         self.journal.save()
 
-    def _digest(self, part: _Part) -> str:
-        return digest_of(self.writer, part.names, self._digests.map)
+    def _digest_written(self, names: list[str], writes: list[Future[None]]) -> str:
+        _wait(writes)
+        made: str = self._timed("record, beside", lambda: digest_of(self.writer, names, self._digests.map))
+        return made
 
     def _sync(self, writes: list[Future[None]]) -> None:
         _wait(writes)
