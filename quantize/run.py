@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -106,6 +107,7 @@ class _Run:
         # beside a GPU there is no need to wait for the source's digests before a fresh run begins, only before its first record
         later = self._threads > 0 and is_fresh(partial, job.resume)
         self._hashing: Future[dict[str, str]] | None = None
+        self._stopping = threading.Event()
         self.hashes: dict[str, str] = {}
         if not later:
             with self.phases("hash the source"):
@@ -122,7 +124,7 @@ class _Run:
         self.writing = Writing(self.writer, self.journal, self.phases, self._threads, self._know_source if later else None)
         if later:
             pool = ThreadPoolExecutor(1, "source")
-            self._hashing = pool.submit(file_hashes, job.source.directory, beside=True)
+            self._hashing = pool.submit(file_hashes, job.source.directory, beside=self._stopping)
             pool.shutdown(wait=False)
         self._parts: dict[str, list[Unit]] = {}
         for unit in self.plan.units:
@@ -140,6 +142,7 @@ class _Run:
 
     def stop(self) -> None:
         """End what works beside the solving, before the lock on the output goes."""
+        self._stopping.set()  # nobody waits for the source's digests any more, and an interpreter that ends would
         if self._ranks is not None:
             self._ranks.close()
         self.writing.close()

@@ -8,7 +8,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -289,6 +291,11 @@ def test_hashes_are_sha256_by_relative_name(tmp_path):
     assert source.file_hashes(tmp_path) == expected
     assert list(source.file_hashes(tmp_path)) == sorted(content)
     assert source.file_hashes(tmp_path, ["empty", "b.bin"]) == {name: expected[name] for name in ("b.bin", "empty")}
+    stop = threading.Event()
+    assert source.file_hashes(tmp_path, beside=stop) == expected
+    stop.set()
+    with pytest.raises(CancelledError):
+        source.file_hashes(tmp_path, beside=stop)
 
 
 def test_a_file_that_is_missing_can_not_be_hashed(tmp_path):

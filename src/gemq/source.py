@@ -8,7 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from io import FileIO
@@ -101,17 +101,17 @@ def files_as_they_lie(directory: Path) -> str:
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
-def file_hashes(directory: Path, files: Iterable[str] | None = None, *, beside: bool = False) -> dict[str, str]:
+def file_hashes(directory: Path, files: Iterable[str] | None = None, *, beside: threading.Event | None = None) -> dict[str, str]:
     """SHA-256, in hex, of files by their name relative to `directory`, sorted by name.
 
-    files: the names; by default every file below the directory but hidden ones. beside: while other threads work; then there is no progress bar.
-    Raises IntegrityError if one can't be read.
+    files: the names; by default every file below the directory but hidden ones. beside: given where other threads work meanwhile; then there is no
+    progress bar, and once it is set CancelledError ends the hashing. Raises IntegrityError for a file that can't be read.
     """
     names = sorted(set(_visible_files(directory) if files is None else files))
     try:
         megabytes = sum((directory / name).stat().st_size // _MEGABYTE for name in names)
         with (
-            nullcontext(_unseen) if beside else output.progress(f"hashing {directory.name}", megabytes, "MB") as advance,
+            nullcontext(_unseen) if beside is not None else output.progress(f"hashing {directory.name}", megabytes, "MB") as advance,
             ThreadPoolExecutor(max_workers=max(1, min(8, os.cpu_count() or 1, len(names)))) as pool,
         ):
             lock = threading.Lock()
@@ -119,7 +119,9 @@ def file_hashes(directory: Path, files: Iterable[str] | None = None, *, beside: 
             def digest(name: str) -> str:
                 made = hashlib.sha256()
                 with FileIO(directory / name) as file:
-                    for piece in pieces(file, BESIDE_BYTES if beside else 4 * _MEGABYTE):
+                    for piece in pieces(file, 4 * _MEGABYTE if beside is None else BESIDE_BYTES):
+                        if beside is not None and beside.is_set():
+                            raise CancelledError
                         made.update(piece)
                         with lock:
                             advance(len(piece) // _MEGABYTE)

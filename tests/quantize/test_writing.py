@@ -12,6 +12,7 @@ from tests.quantize.small_jobs import make_job
 
 from gemq import shards as shards_room
 from gemq.positioned import begin_writeback
+from gemq.quantize import run as quantize_run
 from gemq.quantize import writing as under_test
 from gemq.quantize.journal import open_journal
 from gemq.quantize.phases import Phases
@@ -152,3 +153,21 @@ def test_parts_that_wait_for_the_disk_are_recorded_together_up_to_one_that_fails
     assert saved == [["t0"], names[:5]]
     assert synced == [0, 1]
     assert all(open_journal(tmp_path / "out", {}, "required").holds(name, shards, [name]) for name in names[:5])
+
+
+def test_a_run_that_ends_early_does_not_wait_for_the_source_s_digests(gemma3, tmp_path, monkeypatch):
+    job, ended = make_job(gemma3, tmp_path / "out"), []
+
+    def file_hashes(directory, *, beside):
+        ended.append(beside.wait(60))
+        raise concurrent.futures.CancelledError
+
+    def interrupted(run):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quantize_run, "threads_for", lambda device: 2)
+    monkeypatch.setattr(quantize_run, "file_hashes", file_hashes)
+    monkeypatch.setattr(quantize_run._Run, "solve", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_run.quantize(job)
+    assert ended == [True]
