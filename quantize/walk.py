@@ -113,7 +113,8 @@ class Walk:
         try:
             restored = self._restore(walker, None)
             if self._source is not None:
-                self._source.start()
+                with self.phases("forward"):
+                    self._source.start()
             self._quantize_outside(restored)
             self._solve_without_inputs(None, walker)
             with self.phases("forward"):
@@ -308,7 +309,8 @@ class Walk:
         with self.phases("load"):
             self._loader.load(index, {} if self._source is not None else restored)
         if self._source is not None:
-            self._source.enter(self.skeleton.decoder.layers[index])
+            with self.phases("forward"):
+                self._source.enter(self.skeleton.decoder.layers[index])
             if restored:
                 self._loader.load(index, restored)
 
@@ -368,7 +370,8 @@ class Walk:
 
     def _lead(self) -> None:
         if self._source is not None:
-            self._source.lead()
+            with self.phases("forward"):
+                self._source.lead()
 
     def _expert_units(self, layer: int) -> list[Unit]:
         return [unit for unit in self.plan.units if unit.layer == layer and unit.matrices[0].experts is not None]
