@@ -107,7 +107,8 @@ def walks_source_within_layers(plan: Plan) -> bool:
 def paused_bytes(plan: Plan, tokens: int, longest: int, dtype: torch.dtype) -> int:
     """The most that batches of `tokens` tokens hold while they are paused within a layer, masks of `longest` tokens included.
 
-    On E4B's shape twice of what was measured: what lies at which place of a layer is transformers' affair.
+    They stop where the MLP's widest tensor, or attention's, lies beside hidden states, masks, per-layer inputs and shared keys and values. Half
+    as much again is for what a layer of transformers' keeps beside that; on E4B's shape this is 1.7 times of what was measured.
     """
     text = plan.skeleton.text
     widths: dict[str, int] = {}
@@ -115,8 +116,9 @@ def paused_bytes(plan: Plan, tokens: int, longest: int, dtype: torch.dtype) -> i
         widths[matrix.kind.path] = max(widths.get(matrix.kind.path, 0), matrix.out_features)
     attention = sum(widths.get(f"self_attn.{name}_proj", 0) for name in "qkv")
     per_layer = len(plan.skeleton.decoder.layers) * getattr(text, "hidden_size_per_layer_input", 0)
-    values = 8 * text.hidden_size + 3 * widths.get("mlp.gate_proj", 0) + 2 * attention + per_layer + shared_kv_values(plan) + 2 * longest
-    return tokens * values * dtype.itemsize
+    widest = max(widths.get("mlp.gate_proj", 0), attention)
+    values = 4 * text.hidden_size + widest + per_layer + shared_kv_values(plan) + 2 * longest
+    return tokens * values * dtype.itemsize * 3 // 2
 
 
 def shared_kv_values(plan: Plan) -> int:

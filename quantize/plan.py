@@ -77,6 +77,10 @@ class Plan:
         fitted = self.recipe.smoothing is not None and unit.layer is not None and unit.scheme.weights.observer == "mse"
         return unit.method == "gptq" or unit.name in self.pairs or fitted
 
+    def expert_units(self, layer: int) -> list[Unit]:
+        """The units of `layer` that are stacks of a mixture's experts."""
+        return [unit for unit in self.units if unit.layer == layer and unit.matrices[0].experts is not None]
+
     @property
     def storage(self) -> Storage:
         """The checkpoint format that the recipe names."""

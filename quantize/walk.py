@@ -12,15 +12,16 @@ its inputs would have been.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from greenlet import getcurrent
 from torch import nn
 
+from gemq import output
 from gemq.errors import IntegrityError
 from gemq.quantize.activations import Activations
 from gemq.quantize.gptq import Hessian
@@ -29,9 +30,10 @@ from gemq.quantize.loading import LayerLoader, prepare_decoder
 from gemq.quantize.multimodal import DecoderInputs
 from gemq.quantize.phases import Phases
 from gemq.quantize.plan import Pair, Plan, Unit
-from gemq.quantize.replay import LayerCall, Reached, Replays
+from gemq.quantize.replay import Replays
 from gemq.quantize.scratch import Scratch
 from gemq.quantize.source_beside import Ahead, Anew
+from gemq.quantize.stops import Stops
 from gemq.quantize.streams import AtExperts, AtLayer, AtUnit, Done, LeavingLayer, Stream
 from gemq.quantize.tuning import Call
 from gemq.shards import ShardReader
@@ -77,8 +79,8 @@ class Walk:
     """One pass of `windows` and `media` through the decoder of `plan`'s source, unit by unit.
 
     Each of `media` gives the arguments of the multimodal model's whole forward, batch 1, and is a batch of its own: it starts in the decoder
-    with what that forward hands to it. `budget` is a GPU's: then batches stand at layers only (`replay`), unless the source is walked beside and
-    there is room for what they hold within a layer.
+    with what that forward hands to it. `budget` is a GPU's: then batches stand at layers only (`replay`), unless there is room for all that they
+    hold within a layer.
     `scratch` is a folder with room for the per-layer inputs that don't fit into it; the system's for such files if None.
     """
 
@@ -101,14 +103,14 @@ class Walk:
         self._source: Ahead | Anew | None = None
         self._replays: list[Replays] = []
         self._restored_layers: set[int | None] = set()
-        self._before_norm: dict[Any, torch.Tensor] = {}  # by greenlet
+        self._stops = Stops(plan, self._solved, self._restored_layers, self._replays)
 
     @torch.no_grad()
     def run(self, walker: Walker) -> None:
         """Drive every batch to the end; raises whatever the callbacks raise."""
         with self.phases("load"):
             prepare_decoder(self.skeleton, self.reader, self.device, self.dtype)
-        hooks = self._hooks()
+        self._stops.place()
         quantized, self._source = self._streams()
         try:
             restored = self._restore(walker, None)
@@ -142,8 +144,7 @@ class Walk:
             self._leave(layer, walker)
             self._solve_head(quantized.events, walker)
         finally:
-            for hook in hooks:
-                hook.remove()
+            self._stops.remove()
             for stream in (quantized, self._source):
                 if stream is not None:
                     stream.close()
@@ -153,7 +154,7 @@ class Walk:
     def _streams(self) -> tuple[Stream | Replays, Ahead | Anew | None]:
         """The quantized model's batches, and the source's where the recipe looks at them."""
         with_source = bool(self.plan.recipe.gptq.asymmetric or self.plan.recipe.tuning)
-        if self.budget is None or (with_source and self._has_room_within_layers(self.budget)):
+        if self.budget is None or self._has_room_within_layers(self.budget, 1 + with_source):
             ahead = Ahead(Stream(self._forward, self.batches, _ignore)) if with_source else None
             return Stream(self._forward, self.batches, self._observe), ahead
         tokens = sum(batch.numel() for batch in self.batches if isinstance(batch, torch.Tensor))
@@ -173,7 +174,7 @@ class Walk:
                 pausing=pausing, with_end=head is not None and head.method == "gptq",
             )  # fmt: skip
 
-        self._replays = [replays(self._observe, pausing), *([replays(_ignore, False)] if with_source else [])]
+        self._replays += [replays(self._observe, pausing), *([replays(_ignore, False)] if with_source else [])]
         project = getattr(self.skeleton.decoder, "project_per_layer_inputs", None)
         if project is not None:
 
@@ -183,14 +184,18 @@ class Walk:
             self.skeleton.decoder.project_per_layer_inputs = keep
         return self._replays[0], Anew(self._replays[1]) if with_source else None
 
-    def _has_room_within_layers(self, budget: Budget) -> bool:
+    def _has_room_within_layers(self, budget: Budget, models: int) -> bool:
         if walks_source_within_layers(self.plan):
             return True
         known = [batch.shape for batch in self.batches if isinstance(batch, torch.Tensor)]
         if len(known) < len(self.batches):
             return False  # how many tokens media come to is not known before they ran
         tokens, longest = sum(shape.numel() for shape in known), max(shape[-1] for shape in known)
-        return 2 * paused_bytes(self.plan, tokens, longest, self.dtype) <= budget.activation_bytes(self.plan)
+        lacking = models * paused_bytes(self.plan, tokens, longest, self.dtype) - budget.activation_bytes(self.plan)
+        if lacking > 0:
+            needed = math.ceil((budget.memory_bytes + lacking) / 2**30 * 10) / 10
+            output.note(f"each layer runs anew for each of its units: with --gpu-memory {needed:.1f}GiB it need not, which takes less time")
+        return lacking <= 0
 
     def _awaited(self, layer: int) -> Unit | None:
         return next((unit for unit in self.plan.units if unit.layer == layer and unit.name not in self._solved), None)
@@ -223,66 +228,6 @@ class Walk:
             assert self._before_decoder is not None
             arguments = {name: _as(value, self.dtype) for name, value in self._before_decoder(batch()).items()}
         return Done(self.skeleton.decoder(**arguments).last_hidden_state)
-
-    def _hooks(self) -> list[Any]:
-        def pause_at_layer(index: int) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
-                if (parent := getcurrent().parent) is not None:  # None: a layer that is being tuned
-                    parent.switch(AtLayer(index, args[0] if index == 0 else None, LayerCall(index, module, args, kwargs)))
-
-            return hook
-
-        def pause_at_unit(unit: Unit) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-                # where layers run anew, what is rounded to nearest is solved without its inputs
-                if unit.name not in self._solved and not (self._replays and not self.plan.reads_inputs(unit)):
-                    self._pause(AtUnit(unit, args[0], self._before_norm.pop(getcurrent(), None)))
-
-            return hook
-
-        def note_norm(unit: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-                if not self._replays and unit not in self._solved:
-                    self._before_norm[getcurrent()] = args[0]
-
-            return hook
-
-        def pause_at_experts(layer: int) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-                if any(unit.name not in self._solved for unit in self._expert_units(layer)):
-                    self._pause(AtExperts(layer, args[0], args[1]))
-
-            return hook
-
-        def pause_at_exit(index: int) -> Callable[..., torch.Tensor | None]:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor | None:
-                parent = getcurrent().parent
-                if parent is None or index in self._restored_layers:
-                    return None
-                again = parent.switch(LeavingLayer(index, args, kwargs, output))
-                return module.forward(*args, **kwargs) if again else None  # the layer has become another since
-
-            return hook
-
-        layers = list(enumerate(self.skeleton.decoder.layers))
-        hooks = [layer.register_forward_pre_hook(pause_at_layer(index), with_kwargs=True) for index, layer in layers]
-        if self.plan.recipe.tuning:
-            hooks += [layer.register_forward_hook(pause_at_exit(index), with_kwargs=True) for index, layer in layers]
-        for index, layer in enumerate(self.skeleton.decoder.layers):
-            if self._expert_units(index):
-                hooks.append(layer.experts.register_forward_pre_hook(pause_at_experts(index)))
-        for pair in self.plan.pairs.values():
-            if pair.is_norm:
-                hooks.append(self.skeleton.model.get_submodule(pair.module).register_forward_pre_hook(note_norm(pair.unit)))
-        for module, unit in self._unit_of.items():
-            if module != "lm_head" and not unit.is_table and unit.matrices[0].experts is None:
-                hooks.append(self.skeleton.model.get_submodule(module).register_forward_pre_hook(pause_at_unit(unit)))
-        return hooks
-
-    def _pause(self, event: Any) -> None:
-        if any(batches.replaying for batches in self._replays):
-            raise Reached(event)
-        getcurrent().parent.switch(event)
 
     def _restore(self, walker: Walker, layer: int | None) -> dict[str, torch.Tensor]:
         """Weights of this layer's units that an earlier run solved, by module; those units are not solved again."""
@@ -373,9 +318,6 @@ class Walk:
             with self.phases("forward"):
                 self._source.lead()
 
-    def _expert_units(self, layer: int) -> list[Unit]:
-        return [unit for unit in self.plan.units if unit.layer == layer and unit.matrices[0].experts is not None]
-
     def _solve_experts(self, events: list[AtExperts], walker: Walker) -> None:
         layer = events[0].layer
 
@@ -383,7 +325,7 @@ class Walk:
             return torch.cat([event.hidden[(event.chosen == expert).any(-1)] for event in events])
 
         assert walker.solve_experts is not None
-        units = self._expert_units(layer)
+        units = self.plan.expert_units(layer)
         self._solved.update(unit.name for unit in units)
         self._lead()
         walker.solve_experts(units, self.skeleton.decoder.layers[layer].experts, rows_of)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models.gemma4 import build
+from tests.models.gemma4 import build, build_gemma4_moe
 from tests.quantize.problems import problem
 from tests.quantize.small_jobs import make_job, run_job, stop_job, windows
 
@@ -127,7 +127,13 @@ def test_a_recipe_with_asymmetric_targets_runs_and_resumes_to_the_same_bytes(gem
     assert run_job(gemma3, tmp_path / "resumed", RECIPE).seal == whole.seal
 
 
-def test_a_checkpoint_does_not_depend_on_whether_both_models_had_room_within_layers(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["gemma3", "e4b", "moe"])
+def test_a_checkpoint_does_not_depend_on_whether_both_models_had_room_within_layers(kind, gemma3, tmp_path, monkeypatch):
+    source = gemma3
+    if kind == "e4b":
+        source = build("e4b", tmp_path / "e4b")
+    elif kind == "moe":
+        source = build_gemma4_moe(tmp_path / "moe", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     recipe = parse_recipe(load_recipe("w4a16-best").to_yaml().replace("group_size: 128", "group_size: 32"), "here")
     monkeypatch.setattr(quantize_run, "budget_of", lambda *given: Budget(1 << 33, torch.bfloat16, 64))
     seals = set()

@@ -24,7 +24,8 @@ from gemq.errors import IntegrityError, StoppedSafely, UsageError
 from gemq.quantize import gptq, refine, scales
 from gemq.quantize import run as quantize_run
 from gemq.quantize.activations import Activations
-from gemq.quantize.gpu import Budget, parse_memory, shared_kv_values
+from gemq.quantize.gpu import Budget, parse_memory, paused_bytes, shared_kv_values
+from gemq.quantize.replay import Replays
 from gemq.quantize.seal import Hashed, check_seal, sha256_of, write_seal
 from gemq.quantize.walk import Walk, Walker
 from gemq.recipes.model import WeightScheme
@@ -156,6 +157,7 @@ def small_models(tmp_path_factory):
 def test_layers_that_run_anew_show_each_unit_what_a_paused_forward_shows_it(small_models, monkeypatch, name, quota):
     model, paused = small_models[name]
     monkeypatch.setattr(Budget, "activation_bytes", lambda self, plan: quota)
+    monkeypatch.setattr(Walk, "_has_room_within_layers", lambda self, budget, models: False)
     replayed, walk = walked(model, Budget(1 << 33, torch.float32, batch_tokens=64))
     assert len(walk.batches) == 4
     assert paused.keys() == replayed.keys()
@@ -175,6 +177,7 @@ def test_batches_pause_within_a_layer_where_nearly_all_of_it_has_room(small_mode
     hidden = 4 * tokens * job.plan.skeleton.text.hidden_size
     needed = 2 * hidden + 4 * tokens * shared_kv_values(job.plan)
     monkeypatch.setattr(Budget, "activation_bytes", lambda self, plan: int(share * needed) + hidden // 2)
+    assert paused_bytes(job.plan, tokens, 32, torch.float32) > needed  # so that there is no room for all within layers
     replayed, walk = walked(model, Budget(1 << 33, torch.float32, batch_tokens=64))
     assert walk._replays[0]._pausing == pausing
     assert (walk._replays[0]._activations.spilled_bytes > 0) == pausing  # pausing keeps room for what nobody counts
@@ -211,14 +214,21 @@ def test_the_walk_in_bfloat16_stays_near_the_one_in_float32(tmp_path):
         assert (rounded[name] - hessian).norm() < 0.1 * hessian.norm(), name
 
 
-def test_a_checkpoint_does_not_depend_on_where_activations_waited(tmp_path, monkeypatch):
+def test_a_checkpoint_does_not_depend_on_where_activations_waited(tmp_path, monkeypatch, capsys):
     source = build_gemma3_text(tmp_path / "model", num_hidden_layers=1, layer_types=["full_attention"])
     seals = set()
-    for quota in (1 << 40, 0):
+    job = make_job(source, tmp_path / "never")
+    enough = paused_bytes(job.plan, sum(map(len, job.calibration.windows)), max(map(len, job.calibration.windows)), torch.bfloat16)
+    at_layers, start = set(), Replays.start
+    monkeypatch.setattr(Replays, "start", lambda self: (at_layers.add(quota), start(self)))
+    for quota in (enough, enough - 1, 0):
         monkeypatch.setattr(Budget, "activation_bytes", lambda self, plan, quota=quota: quota)
         monkeypatch.setattr(quantize_run, "budget_of", lambda *given: Budget(1 << 33, torch.bfloat16, 64))
         seals.add(run_job(source, tmp_path / f"out-{quota}").seal)
+        # the budget is 8 GiB, of which so much is said to be left: what lacks comes to that
+        assert ("with --gpu-memory 8.1GiB it need not" in capsys.readouterr().err) == (quota < enough)
     assert len(seals) == 1
+    assert at_layers == {enough - 1, 0}  # with room for all that batches hold they pause within layers
 
 
 def test_activations_come_back_as_they_were_and_never_take_more_than_their_quota():
