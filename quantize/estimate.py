@@ -8,26 +8,63 @@ from typing import Any
 
 import torch
 
+from gemq.quantize.gpu import (
+    DEFAULT_MEMORY,
+    Budget,
+    divide,
+    dtype_on_gpu,
+    lacking_bytes,
+    models_walked,
+    parse_memory,
+    paused_bytes,
+    walks_source_within_layers,
+)
 from gemq.quantize.plan import Plan
 
 _PROCESS_BYTES = 450_000_000  # torch, transformers and the interpreter, measured
+_BESIDE_GPU_BYTES = 1_800_000_000  # with CUDA, and pieces on their way; measured
+_WALK_BESIDE_GPU_BYTES = 2_400_000_000
+_PIECES_ON_GPU_BYTES = 1_000_000_000  # of a quantization without a walk
 _BATCH_TOKENS = 4096
 _STEP_TOKENS = 2048  # of a batch that a step of tuning learns from
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Peak resident memory, and seconds from plan to seal; a forecast, good to about a factor of two."""
+    """Peak resident memory, what is taken of a GPU, and seconds from plan to seal; a forecast, good to about a factor of two."""
 
     memory_bytes: int
     seconds: float
+    device_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def estimate(plan: Plan, tokens: int, device: str) -> Estimate:
-    """The cost of `plan` with `tokens` calibration tokens."""
+def estimate(plan: Plan, tokens: int, device: str, length: int, gpu_memory_bytes: int | None = None) -> Estimate:
+    """The cost of `plan` with `tokens` calibration tokens in windows of `length`, on a GPU held to `gpu_memory_bytes` (None: as it is by default).
+
+    Raises UsageError for a budget that is too small.
+    """
+    if torch.device(device).type == "cuda":
+        host, taken = gpu_bytes(plan, tokens, length, gpu_memory_bytes)
+        return Estimate(host, _on_a_cpu(plan, tokens, device).seconds, taken)
+    return _on_a_cpu(plan, tokens, device)
+
+
+def gpu_bytes(plan: Plan, tokens: int, length: int, gpu_memory_bytes: int | None) -> tuple[int, int]:
+    """(bytes of host memory, bytes of the GPU, its context included) of a quantization on a GPU; the arguments and errors of `estimate`."""
+    if not any(plan.reads_inputs(unit) for unit in plan.units):
+        return _BESIDE_GPU_BYTES, _PIECES_ON_GPU_BYTES
+    budget = Budget(gpu_memory_bytes or parse_memory(DEFAULT_MEMORY), dtype_on_gpu(plan))
+    within = models_walked(plan) * paused_bytes(plan, tokens, length, budget.dtype) + budget.memory_bytes - budget.activation_bytes(plan)
+    if walks_source_within_layers(plan) or not lacking_bytes(plan, budget, tokens, length):
+        return _WALK_BESIDE_GPU_BYTES, within
+    return _WALK_BESIDE_GPU_BYTES + divide(plan, budget, tokens).spilled_bytes, budget.memory_bytes
+
+
+def _on_a_cpu(plan: Plan, tokens: int, device: str) -> Estimate:
+    """As if the walk were one on a CPU, with the products' rate of `device`."""
     text = plan.skeleton.text
     calibrated = [unit for unit in plan.units if plan.reads_inputs(unit)]
     layers: dict[int | None, int] = {}

@@ -70,9 +70,8 @@ def parse_memory(text: str) -> int:
 def budget_of(plan: Plan, device: str, memory_bytes: int | None) -> Budget | None:
     """The budget on `device`, None on a CPU. torch is held to it: what goes beyond raises its error instead of taking more.
 
-    The walk computes in the source's own bfloat16 there, as it will be served, and in float32 for any other source. A recipe that walks the
-    source beside within layers keeps both walks' activations on the device: it is held to `memory_bytes` only where they are given.
-    Raises UsageError where the device hasn't that much.
+    A recipe that walks the source beside within layers keeps both walks' activations on the device: it is held to `memory_bytes` only where they
+    are given. Raises UsageError where the device hasn't that much.
     """
     if torch.device(device).type != "cuda":
         return None
@@ -80,8 +79,7 @@ def budget_of(plan: Plan, device: str, memory_bytes: int | None) -> Budget | Non
     if index is None:
         index = torch.cuda.current_device()
     torch.cuda.set_device(index)  # Triton launches on the current one
-    kept = {plan.skeleton.inventory[matrix.tensor].dtype for matrix in plan.skeleton.matrices}
-    dtype = torch.bfloat16 if kept == {"BF16"} else torch.float32
+    dtype = dtype_on_gpu(plan)
     memory = parse_memory(DEFAULT_MEMORY) if memory_bytes is None else memory_bytes
     total = torch.cuda.get_device_properties(index).total_memory
     if memory_bytes is None and walks_source_within_layers(plan):
@@ -94,6 +92,45 @@ def budget_of(plan: Plan, device: str, memory_bytes: int | None) -> Budget | Non
         memory = total
     torch.cuda.set_per_process_memory_fraction(min(1.0, (memory - _CONTEXT_BYTES) / total), index)
     return Budget(memory, dtype)
+
+
+def dtype_on_gpu(plan: Plan) -> torch.dtype:
+    """What a walk computes in there: the source's own bfloat16, as it will be served, and float32 for any other source."""
+    kept = {plan.skeleton.inventory[matrix.tensor].dtype for matrix in plan.skeleton.matrices}
+    return torch.bfloat16 if kept == {"BF16"} else torch.float32
+
+
+@dataclass(frozen=True)
+class Division:
+    """What each model's batches may hold on the device where they stand at layers, whether they pause within them, and what waits elsewhere."""
+
+    quota_bytes: int
+    reserved_bytes: int
+    pausing: bool
+    spilled_bytes: int  # of all models, to host memory; per-layer inputs, which wait in a file, not counted
+
+
+def divide(plan: Plan, budget: Budget, tokens: int) -> Division:
+    """The division of `budget` among the models that are walked, for batches of `tokens` tokens. Raises UsageError for too small a budget."""
+    models, values = models_walked(plan), tokens * budget.dtype.itemsize
+    hidden, shared = values * plan.skeleton.text.hidden_size, values * shared_kv_values(plan)
+    # masks, rotary tables and a layer's share of the per-layer inputs come to about half of the hidden states
+    quota = max(0, budget.activation_bytes(plan) // models - hidden // 2)
+    # within a layer a batch holds the residual too, which nobody else counts; and what a smoothed norm made before it was smoothed
+    # an eighth of all that may lie in host memory meanwhile: fetching it costs less than running attention again
+    pausing = 8 * quota >= 7 * (2 * hidden + shared) and not plan.pairs
+    quota -= pausing * hidden
+    return Division(quota, hidden + shared, pausing, models * max(0, (1 + pausing) * hidden + shared - max(0, quota)))
+
+
+def models_walked(plan: Plan) -> int:
+    """Two where the recipe looks at the source's own activations, else one."""
+    return 2 if plan.recipe.gptq.asymmetric or plan.recipe.tuning else 1
+
+
+def lacking_bytes(plan: Plan, budget: Budget, tokens: int, longest: int) -> int:
+    """How much more memory would let batches of `tokens` tokens, `longest` in a window, pause within layers with all that they hold; 0 for none."""
+    return max(0, models_walked(plan) * paused_bytes(plan, tokens, longest, budget.dtype) - budget.activation_bytes(plan))
 
 
 def walks_source_within_layers(plan: Plan) -> bool:

@@ -25,7 +25,7 @@ from gemq import output
 from gemq.errors import IntegrityError
 from gemq.quantize.activations import Activations
 from gemq.quantize.gptq import Hessian
-from gemq.quantize.gpu import Budget, paused_bytes, shared_kv_values, walks_source_within_layers
+from gemq.quantize.gpu import Budget, divide, lacking_bytes, models_walked, walks_source_within_layers
 from gemq.quantize.loading import LayerLoader, prepare_decoder
 from gemq.quantize.multimodal import DecoderInputs
 from gemq.quantize.phases import Phases
@@ -153,28 +153,22 @@ class Walk:
 
     def _streams(self) -> tuple[Stream | Replays, Ahead | Anew | None]:
         """The quantized model's batches, and the source's where the recipe looks at them."""
-        with_source = bool(self.plan.recipe.gptq.asymmetric or self.plan.recipe.tuning)
-        if self.budget is None or self._has_room_within_layers(self.budget, 1 + with_source):
+        with_source = models_walked(self.plan) > 1
+        if self.budget is None or self._has_room_within_layers(self.budget):
             ahead = Ahead(Stream(self._forward, self.batches, _ignore)) if with_source else None
             return Stream(self._forward, self.batches, self._observe), ahead
         tokens = sum(batch.numel() for batch in self.batches if isinstance(batch, torch.Tensor))
-        values = tokens * self.dtype.itemsize
-        hidden, shared = values * self.skeleton.text.hidden_size, values * shared_kv_values(self.plan)
-        # masks, rotary tables and a layer's share of the per-layer inputs come to about half of the hidden states
-        quota = max(0, self.budget.activation_bytes(self.plan) // (1 + with_source) - hidden // 2)
-        # within a layer a batch holds the residual too, which nobody else counts; and what a smoothed norm made before it was smoothed
-        # an eighth of all that may lie in host memory meanwhile: fetching it costs less than running attention again
-        pausing = 8 * quota >= 7 * (2 * hidden + shared) and not self.plan.pairs
+        division = divide(self.plan, self.budget, tokens)
         head, scratch = self._unit_of.get("lm_head"), Scratch(self._scratch)
 
         def replays(seen: Callable[[int, Any], None], pausing: bool) -> Replays:
-            activations = Activations(self.device, quota - pausing * hidden, len(self.batches), reserved=hidden + shared)
+            activations = Activations(self.device, division.quota_bytes, len(self.batches), reserved=division.reserved_bytes)
             return Replays(
                 self._forward, self.batches, seen, self._awaited, self.skeleton.model.get_submodule, activations, scratch,
                 pausing=pausing, with_end=head is not None and head.method == "gptq",
             )  # fmt: skip
 
-        self._replays += [replays(self._observe, pausing), *([replays(_ignore, False)] if with_source else [])]
+        self._replays += [replays(self._observe, division.pausing), *([replays(_ignore, False)] if with_source else [])]
         project = getattr(self.skeleton.decoder, "project_per_layer_inputs", None)
         if project is not None:
 
@@ -184,18 +178,18 @@ class Walk:
             self.skeleton.decoder.project_per_layer_inputs = keep
         return self._replays[0], Anew(self._replays[1]) if with_source else None
 
-    def _has_room_within_layers(self, budget: Budget, models: int) -> bool:
+    def _has_room_within_layers(self, budget: Budget) -> bool:
         if walks_source_within_layers(self.plan):
             return True
         known = [batch.shape for batch in self.batches if isinstance(batch, torch.Tensor)]
         if len(known) < len(self.batches):
             return False  # how many tokens media come to is not known before they ran
         tokens, longest = sum(shape.numel() for shape in known), max(shape[-1] for shape in known)
-        lacking = models * paused_bytes(self.plan, tokens, longest, self.dtype) - budget.activation_bytes(self.plan)
-        if lacking > 0:
+        lacking = lacking_bytes(self.plan, budget, tokens, longest)
+        if lacking:
             needed = math.ceil((budget.memory_bytes + lacking) / 2**30 * 10) / 10
             output.note(f"each layer runs anew for each of its units: with --gpu-memory {needed:.1f}GiB it need not, which takes less time")
-        return lacking <= 0
+        return not lacking
 
     def _awaited(self, layer: int) -> Unit | None:
         return next((unit for unit in self.plan.units if unit.layer == layer and unit.name not in self._solved), None)

@@ -157,7 +157,7 @@ def small_models(tmp_path_factory):
 def test_layers_that_run_anew_show_each_unit_what_a_paused_forward_shows_it(small_models, monkeypatch, name, quota):
     model, paused = small_models[name]
     monkeypatch.setattr(Budget, "activation_bytes", lambda self, plan: quota)
-    monkeypatch.setattr(Walk, "_has_room_within_layers", lambda self, budget, models: False)
+    monkeypatch.setattr(Walk, "_has_room_within_layers", lambda self, budget: False)
     replayed, walk = walked(model, Budget(1 << 33, torch.float32, batch_tokens=64))
     assert len(walk.batches) == 4
     assert paused.keys() == replayed.keys()

@@ -136,7 +136,7 @@ def quantize(
     plan = make_plan(skeleton, used)
     require_pairs(plan)
     if dry_run:
-        _show_plan(plan, samples * length, chosen, max(1, len(together)))
+        _show_plan(plan, samples, length, chosen, max(1, len(together)), gpu_memory_bytes)
         return
     if reader is None:
         raise UsageError(f"{source.directory} has a config.json and no weights", "fetch the weights too; --dry-run works without them")
@@ -248,13 +248,15 @@ def _measure(
         return evaluated(path, None)
 
 
-def _show_plan(plan: Plan, tokens: int, device: str, devices: int) -> None:
+def _show_plan(plan: Plan, samples: int, length: int, device: str, devices: int, gpu_memory_bytes: int | None) -> None:
     from gemq.quantize.estimate import estimate
     from gemq.quantize.plan import describe_units
 
     rows = describe_units(plan)
     before, after = plan.bytes_per_token()
-    expected = estimate(plan, -(-tokens // devices), device)
+    tokens = samples * length
+    expected = estimate(plan, -(-tokens // devices), device, length, gpu_memory_bytes)
+    gpu = "" if expected.device_bytes is None else f" and at most {output.human_bytes(expected.device_bytes)} of the GPU"
     each, where = ("this machine", device) if devices == 1 else (f"each of {devices}", f"{devices} devices")
     architecture = plan.skeleton.architecture.name
     output.table(
@@ -287,7 +289,7 @@ def _show_plan(plan: Plan, tokens: int, device: str, devices: int) -> None:
             f"checkpoint       {output.human_bytes(size)} -> {output.human_bytes(made)} on disk",
             f"a decoded token  reads {output.human_bytes(before)} -> {output.human_bytes(after)} of linears and head",
             *smoothing,
-            f"{each:<17}about {output.human_bytes(expected.memory_bytes)} of memory, {output.human_seconds(expected.seconds)} "
+            f"{each:<17}about {output.human_bytes(expected.memory_bytes)} of memory{gpu}, {output.human_seconds(expected.seconds)} "
             f"for {tokens} calibration tokens on {where}",
         )),
     )  # fmt: skip
