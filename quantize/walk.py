@@ -186,9 +186,10 @@ class Walk:
             return False  # how many tokens media come to is not known before they ran
         tokens, longest = sum(shape.numel() for shape in known), max(shape[-1] for shape in known)
         lacking = lacking_bytes(self.plan, budget, tokens, longest)
-        if lacking:
-            needed = math.ceil((budget.memory_bytes + lacking) / 2**30 * 10) / 10
-            output.note(f"each layer runs anew for each of its units: with --gpu-memory {needed:.1f}GiB it need not, which takes less time")
+        needed = budget.memory_bytes + lacking
+        if lacking and (self.device.type != "cuda" or needed < torch.cuda.get_device_properties(self.device).total_memory):
+            rounded = math.ceil(needed / 2**30 * 10) / 10
+            output.note(f"each layer runs anew for each of its units: with --gpu-memory {rounded:.1f}GiB it need not, which takes less time")
         return not lacking
 
     def _awaited(self, layer: int) -> Unit | None:
