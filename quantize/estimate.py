@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,12 +12,11 @@ import torch
 from gemq.quantize.gpu import (
     DEFAULT_MEMORY,
     Budget,
+    bytes_within_layers,
     divide,
     dtype_on_gpu,
-    lacking_bytes,
     models_walked,
     parse_memory,
-    paused_bytes,
     walks_source_within_layers,
 )
 from gemq.quantize.plan import Plan
@@ -56,9 +56,11 @@ def gpu_bytes(plan: Plan, tokens: int, length: int, gpu_memory_bytes: int | None
     """(bytes of host memory, bytes of the GPU, its context included) of a quantization on a GPU; the arguments and errors of `estimate`."""
     if not any(plan.reads_inputs(unit) for unit in plan.units):
         return _BESIDE_GPU_BYTES, _PIECES_ON_GPU_BYTES
-    budget = Budget(gpu_memory_bytes or parse_memory(DEFAULT_MEMORY), dtype_on_gpu(plan))
-    within = models_walked(plan) * paused_bytes(plan, tokens, length, budget.dtype) + budget.memory_bytes - budget.activation_bytes(plan)
-    if walks_source_within_layers(plan) or not lacking_bytes(plan, budget, tokens, length):
+    within_layers = walks_source_within_layers(plan)
+    by_default = sys.maxsize if within_layers else parse_memory(DEFAULT_MEMORY)  # held to nothing, as `budget_of` has it
+    budget = Budget(gpu_memory_bytes or by_default, dtype_on_gpu(plan))
+    within = bytes_within_layers(plan, budget, tokens, length)
+    if within_layers or within <= budget.memory_bytes:
         return _WALK_BESIDE_GPU_BYTES, within
     return _WALK_BESIDE_GPU_BYTES + divide(plan, budget, tokens).spilled_bytes, budget.memory_bytes
 
@@ -75,10 +77,8 @@ def _on_a_cpu(plan: Plan, tokens: int, device: str) -> Estimate:
     if not calibrated:
         return Estimate(_PROCESS_BYTES + 5 * 4 * (1 << 24), seconds + sum(unit.numel for unit in plan.units) / 1e8)
     weights = sum(layers.values())
-    forward = 2 * weights * tokens
+    forward = 2 * weights * tokens * models_walked(plan)
     tuning = plan.recipe.tuning
-    if plan.recipe.gptq.asymmetric or tuning is not None:
-        forward *= 2  # the source's weights walk beside
     if tuning is not None:  # a step goes through the layer forwards, and backwards for twice that
         forward += 3 * 2 * weights * min(tokens, tuning.batches * _STEP_TOKENS) * tuning.iterations
     hessians = sum(unit.in_features**2 for unit in calibrated) * tokens

@@ -120,7 +120,7 @@ def divide(plan: Plan, budget: Budget, tokens: int) -> Division:
     # an eighth of all that may lie in host memory meanwhile: fetching it costs less than running attention again
     pausing = 8 * quota >= 7 * (2 * hidden + shared) and not plan.pairs
     quota -= pausing * hidden
-    return Division(quota, hidden + shared, pausing, models * max(0, (1 + pausing) * hidden + shared - max(0, quota)))
+    return Division(quota, hidden + shared, pausing, models * max(0, (1 + pausing) * hidden + shared - quota))
 
 
 def models_walked(plan: Plan) -> int:
@@ -128,9 +128,12 @@ def models_walked(plan: Plan) -> int:
     return 2 if plan.recipe.gptq.asymmetric or plan.recipe.tuning else 1
 
 
-def lacking_bytes(plan: Plan, budget: Budget, tokens: int, longest: int) -> int:
-    """How much more memory would let batches of `tokens` tokens, `longest` in a window, pause within layers with all that they hold; 0 for none."""
-    return max(0, models_walked(plan) * paused_bytes(plan, tokens, longest, budget.dtype) - budget.activation_bytes(plan))
+def bytes_within_layers(plan: Plan, budget: Budget, tokens: int, longest: int) -> int:
+    """The memory that lets batches of `tokens` tokens, `longest` in a window, pause within layers with all that they hold.
+
+    Raises UsageError for a budget that is too small to solve in.
+    """
+    return budget.memory_bytes - budget.activation_bytes(plan) + models_walked(plan) * paused_bytes(plan, tokens, longest, budget.dtype)
 
 
 def walks_source_within_layers(plan: Plan) -> bool:

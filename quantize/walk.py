@@ -25,7 +25,7 @@ from gemq import output
 from gemq.errors import IntegrityError
 from gemq.quantize.activations import Activations
 from gemq.quantize.gptq import Hessian
-from gemq.quantize.gpu import Budget, divide, lacking_bytes, models_walked, walks_source_within_layers
+from gemq.quantize.gpu import Budget, bytes_within_layers, divide, models_walked, walks_source_within_layers
 from gemq.quantize.loading import LayerLoader, prepare_decoder
 from gemq.quantize.multimodal import DecoderInputs
 from gemq.quantize.phases import Phases
@@ -185,12 +185,12 @@ class Walk:
         if len(known) < len(self.batches):
             return False  # how many tokens media come to is not known before they ran
         tokens, longest = sum(shape.numel() for shape in known), max(shape[-1] for shape in known)
-        lacking = lacking_bytes(self.plan, budget, tokens, longest)
-        needed = budget.memory_bytes + lacking
-        if lacking and (self.device.type != "cuda" or needed < torch.cuda.get_device_properties(self.device).total_memory):
+        needed = bytes_within_layers(self.plan, budget, tokens, longest)
+        has_room = needed <= budget.memory_bytes
+        if not has_room and (self.device.type != "cuda" or needed < torch.cuda.get_device_properties(self.device).total_memory):
             rounded = math.ceil(needed / 2**30 * 10) / 10
             output.note(f"each layer runs anew for each of its units: with --gpu-memory {rounded:.1f}GiB it need not, which takes less time")
-        return not lacking
+        return has_room
 
     def _awaited(self, layer: int) -> Unit | None:
         return next((unit for unit in self.plan.units if unit.layer == layer and unit.name not in self._solved), None)

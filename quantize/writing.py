@@ -56,7 +56,6 @@ class Writing:
         self._before_records = before_records
         self._pool = ThreadPoolExecutor(threads, "write") if threads else None
         self._recorder = ThreadPoolExecutor(1, "record")
-        self._syncer = ThreadPoolExecutor(1, "sync")
         self._watcher = ThreadPoolExecutor(1, "written")
         self._hashers = ThreadPoolExecutor(max(1, threads), "hash")
         self._digests = ThreadPoolExecutor(max(1, threads), "digest")
@@ -135,7 +134,7 @@ class Writing:
 
     def close(self) -> None:
         """Stop: what is being written ends, what waits is left out."""
-        for pool in (self._pool, self._recorder, self._watcher, self._syncer, self._hashers, self._digested, self._digests):
+        for pool in (self._pool, self._recorder, self._watcher, self._hashers, self._digested, self._digests):
             if pool is not None:
                 pool.shutdown(cancel_futures=True)
 
@@ -191,9 +190,8 @@ class Writing:
             parts.append(self._parts.popleft())
         for part in parts:
             part.begin()
-        synced = self._syncer.submit(self._sync, [write for part in parts for write in part.writes])
+        self._timed("sync, beside", self.writer.sync)
         digests = {part.name: part.digest.result() for part in parts}
-        synced.result()
         if self._before_records is not None:
             self._before_records()
             self._before_records = None
@@ -204,10 +202,6 @@ class Writing:
         _wait(writes)
         made: str = self._timed("record, beside", lambda: digest_of(self.writer, names, self._digests.map))
         return made
-
-    def _sync(self, writes: list[Future[None]]) -> None:
-        _wait(writes)
-        self._timed("sync, beside", self.writer.sync)
 
     def _hash_written(self, names: list[str], writes: list[Future[None]]) -> None:
         _wait(writes)

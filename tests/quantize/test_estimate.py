@@ -50,6 +50,15 @@ def test_what_a_recipe_needs_that_keeps_both_models_within_layers_is_said(e4b):
         room.gpu_bytes(plan, 128 * 2048, 2048, 2 * GIB)
 
 
+def test_a_recipe_that_is_held_to_nothing_is_not_refused_for_the_default_s_sake(tmp_path):
+    """The largest unit of 31B alone takes more than 8 GiB to solve: what is held to that is refused, what is not gets its forecast."""
+    (tmp_path / "config.json").write_text(json.dumps(real_config("31b")))
+    skeleton = load_skeleton(tmp_path)[0]
+    with pytest.raises(UsageError, match=r"8\.0GiB is too little"):
+        room.gpu_bytes(make_plan(skeleton, load_recipe("w4a16-best")), 65536, 512, None)
+    assert room.gpu_bytes(make_plan(skeleton, load_recipe("w4a16-tuned")), 65536, 512, None)[1] > 8 * GIB
+
+
 def test_a_dry_run_says_what_it_takes_of_a_gpu_and_what_of_memory(e4b, monkeypatch):
     monkeypatch.setattr(devices, "choose", lambda device: device)
     monkeypatch.setattr(room, "_matmul_rate", lambda device: 2e13)
