@@ -16,14 +16,16 @@ import torch
 
 from gemq.errors import IntegrityError
 from gemq.output import warn
-from gemq.quantize.products import add_crossed, product
+from gemq.quantize.products import add_crossed
 from gemq.quantize.refine import refine
-from gemq.quantize.scales import find_scales, integer_range, restore, round_to_scales
+from gemq.quantize.scales import find_scales, integer_range, restore, round_to_scales, to_fp8
+from gemq.quantize.squared_errors import measured_error, row_errors
 from gemq.quantize.threads import single_thread
 from gemq.recipes.model import Gptq, WeightScheme
 
 _STRIP = 32
 _ROWS_ON_GPU = 8192  # solved at a time there: the solver holds ten times their size
+_SMALLEST, _LARGEST = 1e-24, 1e24  # mean squares of inputs whose products, dampening and inverse float32 can hold
 
 
 class Hessian:
@@ -79,7 +81,7 @@ class Hessian:
         full.div_(self.rows)
         if not torch.isfinite(full.diagonal()).all():
             raise IntegrityError(
-                f"the inputs of {name} are not finite on the calibration set",
+                f"the inputs of {name} are not finite on the calibration set, or too large to be squared in float32",
                 "check the source's weights: `gemq eval-ppl` on it should be finite",
             )
         return full
@@ -135,35 +137,72 @@ def _invert_lower(lower: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Factorization:
-    """A Hessian as GPTQ needs it: the order of the columns, the factor U in that order, the mean x x^T before damping [in, in]."""
+    """A Hessian as GPTQ needs it: the order of the columns, the factor U in that order, the mean x x^T before damping [in, in].
+
+    degenerate: why the Hessian can't be solved with, or nothing. Then U is the identity, and weights are rounded to nearest.
+    """
 
     order: torch.Tensor
     factor: torch.Tensor
     moments: torch.Tensor
     options: Gptq
+    degenerate: str = ""
+
+
+def degenerate(hessian: torch.Tensor) -> str:
+    """Why nothing can be concluded from the mean x x^T `hessian` [in, in] float32, or nothing."""
+    largest = hessian.diagonal().max().item()
+    if largest == 0:
+        return "every input is zero on the calibration set"
+    if not _SMALLEST <= largest <= _LARGEST:
+        return f"the largest mean square of an input on the calibration set is {largest:.1e}; {_SMALLEST:g} to {_LARGEST:g} is valid"
+    return ""
 
 
 def factorize(hessian: torch.Tensor, options: Gptq, name: str) -> Factorization:
     """The factorization of `hessian` [in, in]."""
-    diagonal = hessian.diagonal()
+    diagonal, size = hessian.diagonal(), hessian.shape[0]
+    if why := degenerate(hessian):
+        order, identity = torch.arange(size, device=hessian.device), torch.eye(size, device=hessian.device)
+        return Factorization(order, identity, hessian, options, why)
     static = options.actorder == "static"
-    order = torch.argsort(diagonal, descending=True, stable=True) if static else torch.arange(hessian.shape[0], device=hessian.device)
+    order = torch.argsort(diagonal, descending=True, stable=True) if static else torch.arange(size, device=hessian.device)
     return Factorization(order, inverse_factor(hessian, options.dampening, name, order), hessian, options)
 
 
 def solve(weight: torch.Tensor, factorization: Factorization, scheme: WeightScheme) -> tuple[torch.Tensor, torch.Tensor]:
     """(stored [out, in], scales [out, groups] float32) of `weight` [out, in] float32.
 
-    Rows are independent: those of several modules may be stacked, as long as they read the same input.
+    Rows are independent: those of several modules may be stacked, as long as they read the same input. A row is rounded to nearest where
+    that gives a smaller output error on the calibration set, with the dampening or without, or where the solver's numbers are not finite.
     """
     if weight.is_cuda and weight.shape[0] > _ROWS_ON_GPU:
         pieces = [solve(piece, factorization, scheme) for piece in weight.split(_ROWS_ON_GPU)]
         return torch.cat([stored for stored, _ in pieces]), torch.cat([scales for _, scales in pieces])
-    options, order, moments = factorization.options, factorization.order, factorization.moments
+    moments = factorization.moments
     scales = find_scales(weight, scheme, moments.diagonal())
+    nearest = round_to_scales(weight, scales, scheme)
+    if factorization.degenerate:
+        return nearest, scales
+    solved, fitted = _solve(weight, scales, factorization, scheme)
+    ours, plain = weight - restore(solved, fitted, scheme), weight - restore(nearest, scales, scheme)
+    damping = factorization.options.dampening * moments.diagonal().mean().item()
+    error, limit = row_errors(ours, moments), row_errors(plain, moments)
+    taken = (error <= limit) & (error + damping * row_errors(ours, None) <= limit + damping * row_errors(plain, None))
+    taken = (taken & torch.isfinite(fitted).all(1)).unsqueeze(1)
+    # torch.where knows no float8
+    stored = torch.where(taken, solved.view(torch.int8), nearest.view(torch.int8)).view(nearest.dtype)
+    return stored, torch.where(taken, fitted, scales)
+
+
+def _solve(
+    weight: torch.Tensor, scales: torch.Tensor, factorization: Factorization, scheme: WeightScheme
+) -> tuple[torch.Tensor, torch.Tensor]:
+    options, order, moments = factorization.options, factorization.order, factorization.moments
     group_of = torch.arange(weight.shape[1], device=weight.device) // (weight.shape[1] // scales.shape[1])
     column_scales = scales.index_select(1, group_of[order])
     rounded = _sweep(weight.index_select(1, order), factorization.factor, column_scales, scheme, options.block_size)
+    rounded.nan_to_num_(nan=0.0)  # a row that overflowed is rounded to nearest in the end; NaN has no integer
     stored = round_to_scales(rounded.index_select(1, torch.argsort(order)), scales, scheme)
     return refine(
         weight, stored, scales, moments, scheme, dampening=options.dampening, rounds=options.refine, block_size=options.block_size
@@ -203,7 +242,7 @@ def _sweep_strip(work: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor,
     for index, pivot in enumerate(diagonal):
         column, scale = work[index], scales[index]
         rounded = column / scale
-        rounded = rounded.to(torch.float8_e4m3fn).to(torch.float32) if is_float else rounded.round_().clamp_(low, high)
+        rounded = to_fp8(rounded).to(torch.float32) if is_float else rounded.round_().clamp_(low, high)
         rounded.mul_(scale)
         torch.sub(column, rounded, out=errors[index])
         errors[index].div_(pivot)
@@ -228,7 +267,8 @@ def target(weight: torch.Tensor, factorization: Factorization, hessian: Hessian)
 
 
 def output_error(weight: torch.Tensor, stored: torch.Tensor, scales: torch.Tensor, scheme: WeightScheme, hessian: torch.Tensor) -> float:
-    """The relative squared error of the unit's output on the calibration set: tr(D H D^T) / tr(W H W^T), D = W - Q."""
-    difference = weight - restore(stored, scales, scheme)
-    signal = (product(weight, hessian) * weight).sum().item()
-    return (product(difference, hessian) * difference).sum().item() / signal if signal > 0 else 0.0
+    """The relative squared error of the unit's output on the calibration set: tr(D H D^T) / tr(W H W^T), D = W - Q.
+
+    Where the unit's own output is zero there, that of its weights.
+    """
+    return measured_error(weight, restore(stored, scales, scheme), hessian)[1]

@@ -38,11 +38,15 @@ def refine(
     if scheme.type == "float" or rounds == 0:
         return stored, scales
     damping = dampening * moments.diagonal().mean()
+    if not 0 < damping.item() < float("inf"):
+        return stored, scales  # inputs that were all zero say nothing, and what is divided by the curvature would be 0/0
     integers = stored.to(torch.float32)
     target = product(weight, moments) + damping * weight
     for _ in range(rounds):
         scales = _fit_scales(weight, target, integers, scales, moments, damping)
-        integers = _descend(weight, integers, scales, moments, damping, scheme, block_size)
+        found = _descend(weight, integers, scales, moments, damping, scheme, block_size)
+        # a row that overflowed keeps its integers
+        integers = torch.where(torch.isfinite(found).all(1, keepdim=True), found, integers)
     return integers.to(torch.int8), scales
 
 
@@ -68,8 +72,8 @@ def _fit_scales(
         silent = system.diagonal(dim1=1, dim2=2) <= 0
         system.diagonal(dim1=1, dim2=2)[silent] = 1.0
         right[silent] = before.to(torch.float64)[silent]
-        fitted = torch.linalg.solve(system, right)
-        fitted = stored_scale(torch.where(torch.isfinite(fitted), fitted, before).to(torch.float32))
+        fitted = torch.linalg.solve_ex(system, right)[0].to(torch.float32)  # no error where a row's system is singular
+        fitted = stored_scale(torch.where(torch.isfinite(fitted), fitted, before))
         # what is stored is rounded to bfloat16: a row takes it only if that is still better
         change = (fitted.to(torch.float64), before.to(torch.float64))
         after_cost, before_cost = (

@@ -16,6 +16,7 @@ FP8_MAX = 448.0  # the largest finite E4M3 number
 _CLIP_STEPS = 10
 _CLIP_FURTHEST = 1.5
 _PIECE = 1 << 15
+_LARGEST = 2.9e38  # of a group: the end of the range, a seventh further, is still a float32 and a bfloat16
 
 
 def integer_range(scheme: WeightScheme) -> tuple[int, int]:
@@ -39,18 +40,20 @@ def find_scales(weight: torch.Tensor, scheme: WeightScheme, importance: torch.Te
     """Scales [out, groups] float32 (each exact in bfloat16) for `weight` [out, in] float32.
 
     `minmax` spans the group's extremes. `mse` tries clips of both signs and keeps, group by group, what has the smallest squared rounding
-    error, weighted by `importance` [in] (the mean square of each input) when it is given. Both signs, since the range has one integer more
-    below zero than above: a negative scale puts the group's extreme there.
+    error, weighted by `importance` [in] (the mean square of each input) when it is given and its mean can be divided by. Both signs, since the
+    range has one integer more below zero than above: a negative scale puts the group's extreme there.
     """
     grouped = in_groups(weight, scheme)
-    largest = grouped.abs().amax(-1)
+    largest = grouped.abs().amax(-1).clamp_max(_LARGEST)
     if scheme.type == "float":
         return stored_scale(largest / FP8_MAX)
     low, high = integer_range(scheme)
     minmax = stored_scale(largest / ((high - low) / 2))
     if scheme.observer == "minmax":
         return minmax
-    cost = torch.ones(weight.shape[1]) if importance is None else importance / importance.mean().clamp_min(1e-30)
+    if importance is not None and not 1e-30 < importance.mean().item() < float("inf"):
+        importance = None  # no input was seen to matter more than another
+    cost = torch.ones(weight.shape[1]) if importance is None else importance / importance.mean()
     cost = cost.to(weight).reshape(1, grouped.shape[1], grouped.shape[2])
     if weight.is_cuda:
         from gemq.quantize.scales_triton import best_clips
@@ -87,11 +90,16 @@ def _rounding_error(grouped: torch.Tensor, scale: torch.Tensor, cost: torch.Tens
     return error.sum(-1)
 
 
+def to_fp8(value: torch.Tensor) -> torch.Tensor:
+    """`value` as float8_e4m3fn, at most 448 in size: up to torch 2.11 the cast makes NaN of what is larger, from 2.13 on it saturates."""
+    return value.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
 def round_to_scales(weight: torch.Tensor, scales: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
     """What is stored of `weight` [out, in] under `scales` [out, groups]: int8 holding the integers, or float8_e4m3fn."""
     ratio = in_groups(weight, scheme) / scales.unsqueeze(-1)
     if scheme.type == "float":
-        return ratio.clamp_(-FP8_MAX, FP8_MAX).reshape(weight.shape).to(torch.float8_e4m3fn)
+        return to_fp8(ratio).reshape(weight.shape)
     low, high = integer_range(scheme)
     return ratio.round_().clamp_(low, high).reshape(weight.shape).to(torch.int8)
 
