@@ -16,6 +16,7 @@ from gemq.quantize import gptq
 from gemq.quantize.plan import Unit
 from gemq.quantize.rtn import round_to_nearest
 from gemq.quantize.scales import restore
+from gemq.quantize.squared_errors import row_errors
 from gemq.recipes.model import Gptq
 
 
@@ -25,7 +26,10 @@ class ExpertSolutions:
     def __init__(self, units: list[Unit], module: Any, rows_of: Callable[[int], torch.Tensor], options: Gptq) -> None:
         self._units = {unit.matrices[0].kind.path.rpartition(".")[2]: unit for unit in units}
         self._module, self._rows_of, self._options = module, rows_of, options
-        self._errors: dict[str, list[float]] = {unit.name: [0.0, 0.0] for unit in units}
+        # per unit: squared errors and signals of the outputs, then of the weights
+        self._errors: dict[str, list[float]] = {unit.name: [0.0, 0.0, 0.0, 0.0] for unit in units}
+        self._notes: dict[str, list[str]] = {unit.name: [] for unit in units}
+        self._nearest_rows = {unit.name: 0 for unit in units}
         self._idle: set[int] = set()
 
     def __iter__(self) -> Iterator[tuple[Unit, int, torch.Tensor, torch.Tensor]]:
@@ -52,30 +56,39 @@ class ExpertSolutions:
         if unit.method == "gptq" and rows.shape[0]:
             hessian = gptq.Hessian(weight.shape[1], weight.device)
             hessian.add(rows)
-            moments = hessian.mean(name)
-            stored, scales = gptq.solve(weight, gptq.factorize(moments, self._options, name), scheme)
+            factorization = gptq.factorize(hessian.mean(name), self._options, name)
+            found = gptq.solution(weight, factorization, scheme)
+            stored, scales = found.stored, found.scales
+            self._nearest_rows[unit.name] += found.nearest_rows
+            if note := gptq.note_on_rows(factorization, found.overflowed_rows):
+                self._notes[unit.name].append(f"expert {expert}: {note}")
+            moments = None if factorization.degenerate else factorization.moments
         else:
             moments = None
             stored, scales = round_to_nearest(weight, scheme)
         restored = restore(stored, scales, scheme)
         difference = weight - restored
         sums = self._errors[unit.name]
-        sums[0] += (difference.square() if moments is None else (difference @ moments) * difference * rows.shape[0]).sum().item()
-        sums[1] += (weight.square() if moments is None else (weight @ moments) * weight * rows.shape[0]).sum().item()
+        for place, value in enumerate((difference, weight)):
+            if moments is not None:
+                sums[place] += row_errors(value, moments).sum().item() * rows.shape[0]
+            sums[2 + place] += row_errors(value, None).sum().item()
         held.copy_(restored)
         yield unit, expert, stored, scales
 
     @property
     def reports(self) -> dict[str, dict[str, Any]]:
-        """Per unit: the relative error over all its experts, and how many of them saw no token."""
-        return {
-            unit.name: {
-                "output_error" if unit.method == "gptq" else "weight_error": self._errors[unit.name][0]
-                / max(self._errors[unit.name][1], 1e-30),
-                "experts_without_tokens": len(self._idle),
-            }
-            for unit in self._units.values()
-        }
+        """Per unit: the relative output error over the experts that saw tokens, or the weights' over all; the experts that saw none; notes."""
+        found: dict[str, dict[str, Any]] = {}
+        for unit in self._units.values():
+            error, signal, weight_error, weight_signal = self._errors[unit.name]
+            measured = {"output_error": error / signal} if signal > 0 else {"weight_error": weight_error / weight_signal if weight_signal else 0.0}
+            found[unit.name] = {**measured, "experts_without_tokens": len(self._idle)}
+            if self._nearest_rows[unit.name]:
+                found[unit.name]["rows_rounded_to_nearest"] = self._nearest_rows[unit.name]
+            if self._notes[unit.name]:
+                found[unit.name]["notes"] = self._notes[unit.name]
+        return found
 
 
 def solve_experts(units: list[Unit], module: Any, rows_of: Callable[[int], torch.Tensor], options: Gptq) -> ExpertSolutions:

@@ -58,6 +58,13 @@ class Hessian:
                 self.cross = torch.zeros_like(self.sum)
             add_crossed(self.cross, inputs.reshape(flat.shape), source.reshape(flat.shape))
 
+    def drop_unusable_cross(self) -> str:
+        """Forget the mean of (y - x) x^T if it is not finite; returns a note on that, or nothing."""
+        if self.cross is None or torch.isfinite(self.cross).all():
+            return ""
+        self.cross = None
+        return "the source's own inputs are not finite on the calibration set: the weights make up for no earlier error"
+
     def blocks(self) -> Iterator[torch.Tensor]:
         """Views of the sums, a few rows at a time and together all that is computed of them: to add up those of several devices."""
         size = self.sum.shape[0]
@@ -170,43 +177,75 @@ def factorize(hessian: torch.Tensor, options: Gptq, name: str) -> Factorization:
     return Factorization(order, inverse_factor(hessian, options.dampening, name, order), hessian, options)
 
 
+@dataclass(frozen=True)
+class Solution:
+    """A solved weight: `stored` [out, in], `scales` [out, groups] float32.
+
+    nearest_rows: rows that were rounded to nearest after all; overflowed_rows: those of them whose numbers were not finite in the solver.
+    """
+
+    stored: torch.Tensor
+    scales: torch.Tensor
+    nearest_rows: int
+    overflowed_rows: int = 0
+
+
+def note_on_rows(factorization: Factorization, overflowed_rows: int) -> str:
+    """What kept rows from being solved, or nothing."""
+    if factorization.degenerate:
+        return f"{factorization.degenerate}: rounded to nearest"
+    return f"{overflowed_rows} rows overflow float32 in GPTQ: rounded to nearest" if overflowed_rows else ""
+
+
 def solve(weight: torch.Tensor, factorization: Factorization, scheme: WeightScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """(stored [out, in], scales [out, groups] float32) of `weight` [out, in] float32.
+    """(stored [out, in], scales [out, groups] float32) of `weight` [out, in] float32: those of its `solution`."""
+    found = solution(weight, factorization, scheme)
+    return found.stored, found.scales
+
+
+def solution(weight: torch.Tensor, factorization: Factorization, scheme: WeightScheme) -> Solution:
+    """The solution of `weight` [out, in] float32.
 
     Rows are independent: those of several modules may be stacked, as long as they read the same input. A row is rounded to nearest where
     that gives a smaller output error on the calibration set, with the dampening or without, or where the solver's numbers are not finite.
     """
     if weight.is_cuda and weight.shape[0] > _ROWS_ON_GPU:
-        pieces = [solve(piece, factorization, scheme) for piece in weight.split(_ROWS_ON_GPU)]
-        return torch.cat([stored for stored, _ in pieces]), torch.cat([scales for _, scales in pieces])
+        pieces = [solution(piece, factorization, scheme) for piece in weight.split(_ROWS_ON_GPU)]
+        stored, scales = torch.cat([piece.stored for piece in pieces]), torch.cat([piece.scales for piece in pieces])
+        return Solution(stored, scales, sum(piece.nearest_rows for piece in pieces), sum(piece.overflowed_rows for piece in pieces))
     moments = factorization.moments
     scales = find_scales(weight, scheme, moments.diagonal())
     nearest = round_to_scales(weight, scales, scheme)
     if factorization.degenerate:
-        return nearest, scales
-    solved, fitted = _solve(weight, scales, factorization, scheme)
+        return Solution(nearest, scales, weight.shape[0])
+    solved, fitted, sound = _solve(weight, scales, factorization, scheme)
     ours, plain = weight - restore(solved, fitted, scheme), weight - restore(nearest, scales, scheme)
     damping = factorization.options.dampening * moments.diagonal().mean().item()
     error, limit = row_errors(ours, moments), row_errors(plain, moments)
     taken = (error <= limit) & (error + damping * row_errors(ours, None) <= limit + damping * row_errors(plain, None))
-    taken = (taken & torch.isfinite(fitted).all(1)).unsqueeze(1)
+    sound = sound & torch.isfinite(fitted).all(1) & torch.isfinite(error)
+    taken = (taken & sound).unsqueeze(1)
     # torch.where knows no float8
     stored = torch.where(taken, solved.view(torch.int8), nearest.view(torch.int8)).view(nearest.dtype)
-    return stored, torch.where(taken, fitted, scales)
+    nearest_rows, overflowed_rows = torch.stack([(~taken).sum(), (~sound).sum()]).tolist()
+    return Solution(stored, torch.where(taken, fitted, scales), nearest_rows, overflowed_rows)
 
 
 def _solve(
     weight: torch.Tensor, scales: torch.Tensor, factorization: Factorization, scheme: WeightScheme
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(stored, scales) by GPTQ and refinement from `scales`, and whether each row's numbers were finite [out]."""
     options, order, moments = factorization.options, factorization.order, factorization.moments
     group_of = torch.arange(weight.shape[1], device=weight.device) // (weight.shape[1] // scales.shape[1])
     column_scales = scales.index_select(1, group_of[order])
     rounded = _sweep(weight.index_select(1, order), factorization.factor, column_scales, scheme, options.block_size)
-    rounded.nan_to_num_(nan=0.0)  # a row that overflowed is rounded to nearest in the end; NaN has no integer
+    sound = torch.isfinite(rounded).all(1)
+    rounded.nan_to_num_(nan=0.0)  # NaN has no integer
     stored = round_to_scales(rounded.index_select(1, torch.argsort(order)), scales, scheme)
-    return refine(
+    refined = refine(
         weight, stored, scales, moments, scheme, dampening=options.dampening, rounds=options.refine, block_size=options.block_size
     )
+    return *refined, sound
 
 
 def _sweep(work: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, scheme: WeightScheme, block_size: int) -> torch.Tensor:
@@ -258,12 +297,13 @@ def target(weight: torch.Tensor, factorization: Factorization, hessian: Hessian)
     all of it fits the calibration set more than it helps. The asymmetric objective is that of Li et al., "GPTAQ" (2025), section 3.
     """
     share = factorization.options.asymmetric
-    if hessian.cross is None or share == 0:
+    if hessian.cross is None or share == 0 or factorization.degenerate:
         return weight
     order, factor = factorization.order, factorization.factor
     shift = (weight @ hessian.cross).div_(hessian.rows).index_select(1, order)
     shift = (shift @ factor.T) @ factor
-    return weight + share * shift.index_select(1, torch.argsort(order))
+    shifted = weight + share * shift.index_select(1, torch.argsort(order))
+    return torch.where(torch.isfinite(shifted).all(1, keepdim=True), shifted, weight)  # a row that overflowed stays
 
 
 def output_error(weight: torch.Tensor, stored: torch.Tensor, scales: torch.Tensor, scheme: WeightScheme, hessian: torch.Tensor) -> float:

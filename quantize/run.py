@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,7 @@ from gemq.quantize.rtn import round_to_nearest
 from gemq.quantize.scales import restore
 from gemq.quantize.seal import CARD_FILE, REPORTS, SealedFile, write_seal
 from gemq.quantize.skeleton import Matrix
+from gemq.quantize.squared_errors import measured_error, row_errors
 from gemq.quantize.tuning import Call, Solved, tune
 from gemq.quantize.walk import Walk, Walker
 from gemq.quantize.writing import ReadAhead, Request, Writing, threads_for
@@ -242,11 +243,11 @@ class _Run:
         stacked, scheme = torch.cat(weights), unit.scheme.weights
         report: dict[str, Any] = {"scheme": unit.scheme.label(), "method": unit.method}
         if hessian is None:
+            moments = None
             stored, scales = round_to_nearest(stacked, scheme)
-            report["weight_error"] = _weight_error(stacked, restore(stored, scales, scheme))
         else:
             moments = hessian.mean(unit.name)
-            factorization = None
+            factorization, notes = None, [hessian.drop_unusable_cross()]
             if unit.method == "gptq":
                 with self.phases("factorize"):
                     factorization = gptq.factorize(moments, self.plan.recipe.gptq, unit.name)
@@ -262,10 +263,18 @@ class _Run:
                     else:
                         moments = smoothing.of_smoothed_inputs(moments, scale)
             if factorization is not None:
-                stored, scales = gptq.solve(stacked, factorization, scheme)
+                solved_rows = gptq.solution(stacked, factorization, scheme)
+                stored, scales = solved_rows.stored, solved_rows.scales
+                notes.append(gptq.note_on_rows(factorization, solved_rows.overflowed_rows))
+                if solved_rows.nearest_rows:
+                    report["rows_rounded_to_nearest"] = solved_rows.nearest_rows
             else:
                 stored, scales = round_to_nearest(stacked, scheme, moments.diagonal())
-            report["output_error"] = gptq.output_error(stacked, stored, scales, scheme, moments)
+                if why := gptq.degenerate(moments):
+                    notes.append(f"{why}: rounded to nearest, with scales that look at the weights alone")
+            _note(report, notes)
+        kind, error = measured_error(stacked, restore(stored, scales, scheme), moments)
+        report[kind] = error
         sizes = [matrix.out_features for matrix in unit.matrices]
         for matrix, meant, part, part_scales in zip(
             unit.matrices, stacked.split(sizes), stored.split(sizes), scales.split(sizes), strict=True
@@ -307,8 +316,11 @@ class _Run:
             layer, {module.removeprefix(prefix): matrix for module, (_, matrix) in solved.items()}, calls, self.plan.recipe.tuning,
             self.job.seed + index,
         )  # fmt: skip
+        if tuned.note:
+            output.warn(f"layer {index}: {tuned.note}")
         for module, (unit, _) in solved.items():
-            report = {"before": tuned.before, "after": tuned.after, "kept": bool(tuned.matrices)}
+            report: dict[str, Any] = {"before": tuned.before, "after": tuned.after, "kept": bool(tuned.matrices)}
+            _note(report, [tuned.note])
             self.journal.reports[unit.name]["layer_tuning"] = report
             if not tuned.matrices:
                 continue
@@ -337,7 +349,11 @@ class _Run:
         device = torch.device(self.job.device)
         moments = None if hessian is None else hessian.mean(unit.name)
         factorization = None if moments is None else gptq.factorize(moments, self.plan.recipe.gptq, unit.name)
-        sums, finite = [], FiniteCheck()
+        notes = [] if hessian is None else [hessian.drop_unusable_cross()]
+        sums, finite, nearest_rows, overflowed_rows = [], FiniteCheck(), 0, 0
+        if factorization is not None and factorization.degenerate:
+            notes.append(gptq.note_on_rows(factorization, 0))
+            moments = factorization = None
         reading = ahead or self._read_ahead([unit])
         try:
             for matrix, whole, first, request in self._pieces(unit):
@@ -350,10 +366,11 @@ class _Run:
                     else:
                         assert hessian is not None
                         rows = gptq.target(rows, factorization, hessian)
-                        stored, scales = gptq.solve(rows, factorization, scheme)
+                        found = gptq.solution(rows, factorization, scheme)
+                        stored, scales = found.stored, found.scales
+                        nearest_rows, overflowed_rows = nearest_rows + found.nearest_rows, overflowed_rows + found.overflowed_rows
                     difference = rows - restore(stored, scales, scheme)
-                    error = (difference.square() if moments is None else (difference @ moments) * difference).sum()
-                    sums.append((error, (rows.square() if moments is None else (rows @ moments) * rows).sum()))
+                    sums.append((row_errors(difference, moments).sum(), row_errors(rows, moments).sum()))
                     self._write(whole, first, stored, scales, unit)
         finally:
             if ahead is None:
@@ -361,7 +378,12 @@ class _Run:
         finite.check()
         error, signal = (sum(value.item() for value in values) for values in zip(*sums, strict=True))
         atomic.write_point(f"written:{unit.name}")
-        report = {"scheme": unit.scheme.label(), "method": unit.method}
+        report: dict[str, Any] = {"scheme": unit.scheme.label(), "method": unit.method}
+        if factorization is not None:
+            notes.append(gptq.note_on_rows(factorization, overflowed_rows))
+        if nearest_rows:
+            report["rows_rounded_to_nearest"] = nearest_rows
+        _note(report, notes)
         self._report(unit, {**report, "weight_error" if moments is None else "output_error": error / signal if signal else 0.0}, started)
 
     def _wholes(self, unit: Unit) -> Iterator[tuple[Matrix, Stored]]:
@@ -396,6 +418,8 @@ class _Run:
 
     def _report(self, unit: Unit, report: dict[str, Any], started: float) -> None:
         self.journal.reports[unit.name] = report
+        for note in report.get("notes", []):
+            output.warn(f"{unit.name}: {note}")
         kind = "output_error" if "output_error" in report else "weight_error"
         self._advance(1, f"{unit.name} {kind.replace('_', ' ')} {report[kind]:.2e} in {time.monotonic() - started:.1f} s")
 
@@ -424,5 +448,7 @@ def _part_of(unit: Unit) -> str:
     return _REST if unit.layer is None else f"layer {unit.layer}"
 
 
-def _weight_error(weight: torch.Tensor, restored: torch.Tensor) -> float:
-    return ((weight - restored).square().sum() / weight.square().sum().clamp_min(1e-30)).item()
+def _note(report: dict[str, Any], notes: Iterable[str]) -> None:
+    """Put those of `notes` that say something into a unit's report."""
+    if found := [note for note in notes if note]:
+        report["notes"] = found

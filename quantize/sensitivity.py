@@ -231,7 +231,8 @@ def _try_experts(
         solutions = solve_experts(units, module, rows_of, plan.recipe.gptq)
         for _ in solutions:  # each expert's weights are replaced as it goes
             pass
-        error[label] = sum(float(report["output_error"]) for report in solutions.reports.values()) / len(units)
+        reports = solutions.reports.values()
+        error[label] = sum(float(report.get("output_error", report.get("weight_error", 0.0))) for report in reports) / len(units)
         if label == probe:
             coarsest = [getattr(module, leaf).data.clone() for leaf in leaves]
         for leaf, weight in zip(leaves, own, strict=True):

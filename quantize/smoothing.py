@@ -14,13 +14,14 @@ gains of a third that GPTQ never sees, and picks an alpha twice too large.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from gemq.quantize.gptq import Factorization
+from gemq.quantize.gptq import Factorization, degenerate
 from gemq.quantize.scales import find_scales, restore, round_to_scales
 from gemq.recipes.model import WeightScheme
 
@@ -37,11 +38,12 @@ class Smoothed:
     alpha: float
     before: float
     after: float
+    note: str = ""  # why nothing could be searched
 
     def report(self, tensor: str) -> dict[str, Any]:
         """For the manifest; `tensor` is the producer's in the source."""
         found = {"producer": tensor, "loss_before": self.before, "loss_after": self.after, "alpha": self.alpha}
-        return found if self.scale is not None else {**found, "kept": "no alpha lowers the loss by 1%"}
+        return found if self.scale is not None else {**found, "kept": self.note or "no alpha lowers the loss by 1%"}
 
 
 def wanted_scale(moments: torch.Tensor, alpha: float) -> torch.Tensor:
@@ -95,17 +97,19 @@ def search(
     GPTQ follows; else weights are rounded to nearest.
     """
     rows = weight[:: max(1, weight.shape[0] // _ROWS)]
+    if why := degenerate(moments):
+        return Smoothed(None, 0.0, 0.0, 0.0, why)
     signal = ((rows @ moments) * rows).sum().item()
     ones = torch.ones_like(moments.diagonal())
-    if signal <= 0:
-        return Smoothed(None, 0.0, 0.0, 0.0)
-    before = _loss(rows, ones, moments, scheme, variances) / signal
+    before = _loss(rows, ones, moments, scheme, variances) / signal if 0 < signal < math.inf else math.nan
+    if not math.isfinite(before):
+        return Smoothed(None, 0.0, 0.0, 0.0, "the unit's output on the calibration set is zero or not finite")
     best = Smoothed(None, 0.0, before, before)
     for alpha in alphas:
         scale = possible(wanted_scale(moments, alpha)).to(ones)
         if torch.equal(scale, ones):
             continue
-        loss = _loss(rows, scale, moments, scheme, variances) / signal
+        loss = _loss(rows, scale, moments, scheme, variances) / signal  # NaN or infinite is never the least
         if loss < best.after and loss <= (1 - _LEAST_GAIN) * before:
             best = Smoothed(scale, alpha, before, loss)
     return best

@@ -8,6 +8,7 @@ but for a whole model that it calibrates by itself, not for a layer that stands 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,7 +37,8 @@ class Solved:
     def over(self, divisor: torch.Tensor) -> Solved:
         """The same with each row divided by `divisor` [out], powers of two."""
         column = divisor.unsqueeze(1)
-        return replace(self, weight=self.weight / column if self.weight.numel() else self.weight, scales=self.scales / column)
+        scales = stored_scale(self.scales / column)  # exact but for the least scale there is, of rows of zeros
+        return replace(self, weight=self.weight / column if self.weight.numel() else self.weight, scales=scales)
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Tuned:
     before: float
     after: float
     matrices: dict[str, tuple[torch.Tensor, torch.Tensor]]  # module -> (integers int8, scales); empty if nothing was gained
+    note: str = ""  # why nothing could be tuned
 
 
 def tune(layer: nn.Module, solved: dict[str, Solved], calls: Sequence[Call], options: Tuning, seed: int) -> Tuned:
@@ -66,6 +69,8 @@ def tune(layer: nn.Module, solved: dict[str, Solved], calls: Sequence[Call], opt
     learnt_from = [call for position, call in enumerate(calls) if position % options.hold_out_every] or held_out
     latents = {name: _Latent(matrix) for name, matrix in solved.items()}
     before = _error(layer, latents, held_out)
+    if not math.isfinite(before):
+        return Tuned(0.0, 0.0, {}, "the layer's error on the held-out batches is not finite: not tuned")
     best, best_state = before, {name: latent.state() for name, latent in latents.items()}
     draw = torch.Generator().manual_seed(seed)
     checks = {options.iterations * share // 4 for share in (1, 2, 3, 4)}
@@ -107,6 +112,7 @@ class _Latent:
         with torch.no_grad():
             for value, middle, furthest, share in ((self.offset, 0.0, _FURTHEST, 1.0), (self.factor, 1.0, _SCALE_FURTHEST, 0.1)):
                 if value.grad is not None:
+                    value.grad.nan_to_num_(nan=0.0)  # of a batch whose loss is 0/0: it moves nothing
                     value.sub_(value.grad.sign_(), alpha=rate * share).clamp_(middle - furthest, middle + furthest)
                     value.grad = None
 

@@ -10,6 +10,7 @@ import torch
 from sealed_checkpoint import write_tensors
 
 from gemq.quantize.packing import to_tensors
+from gemq.quantize.scales import to_fp8
 from gemq.quantize.seal import write_seal
 from gemq.recipes.model import Scheme
 from gemq.serve.efficient_gemma import TAKEN
@@ -46,7 +47,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], schemes: list[Scheme 
             continue
         weights = scheme.weights
         stored = torch.randint(-8, 8, (64, 64), generator=made, dtype=torch.int8)
-        stored = stored.to(torch.float8_e4m3fn) if weights.type == "float" else stored
+        stored = to_fp8(stored.float()) if weights.type == "float" else stored
         held = to_tensors(stored, torch.full((64, weights.groups(64)), 0.25), scheme, (64, 64))
         tensors |= {f"{module}.{suffix}": tensor for suffix, tensor in held.items()}
         inputs = scheme.input_activations
