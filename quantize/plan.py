@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from gemq.errors import UsageError
 from gemq.quantize.architectures import DECODER_PARTS, PRODUCERS
+from gemq.quantize.matching import require_matched
 from gemq.quantize.skeleton import Matrix, Skeleton
 from gemq.quantize.storage import Storage, storage_of
 from gemq.quantize.tables import check_table
@@ -179,7 +180,9 @@ def make_plan(skeleton: Skeleton, recipe: Recipe) -> Plan:
     if not units:
         raise UsageError(f"recipe {recipe.name} quantizes nothing of this source", "add a rule for `decoder`")
     _require_whole_mixtures(skeleton, recipe, units)
-    return _with_tensors(Plan(skeleton, recipe, list(units.values()), kept))
+    plan = _with_tensors(Plan(skeleton, recipe, list(units.values()), kept))
+    require_matched(plan)
+    return plan
 
 
 def _require_whole_mixtures(skeleton: Skeleton, recipe: Recipe, units: dict[str, Unit]) -> None:
