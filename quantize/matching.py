@@ -81,7 +81,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _renamed(config: Mapping[str, Any], name: str) -> str:
-    for prefix, new in _RENAMED[_architecture(config)]:
+    for prefix, new in _RENAMED.get(_architecture(config), ()):
         if name.startswith(prefix):
             name = name.replace(prefix, new, 1)
     return name
@@ -120,17 +120,18 @@ def asked_modules(config: Mapping[str, Any], modules: Iterable[str]) -> list[Ask
     return [Asked(name, kind, parts, tuple(held)) for name, (kind, parts, held) in found.items()]
 
 
-class _CompressedTensors:
+class CompressedTensors:
     """vLLM's reading of a compressed-tensors config."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         stated, quantization = config["quantization_config"], quantization_of(dict(config))
         self._ignore = [self._entry(config, entry) for entry in quantization.ignore]
-        self._targets: dict[str, Scheme] = {}
-        for group, scheme in zip(stated["config_groups"].values(), quantization.schemes, strict=True):
-            self._targets |= {self._entry(config, target): scheme for target in group["targets"]}
-        if "Linear" in self._targets:
-            self._targets.setdefault("RoutedExperts", self._targets["Linear"])
+        self._schemes = dict(zip(stated["config_groups"], quantization.schemes, strict=True))
+        self._groups: dict[str, str] = {}  # target -> the name of its group
+        for group, scheme in self._schemes.items():
+            self._groups |= {self._entry(config, target): group for target in scheme.targets}
+        if "Linear" in self._groups:
+            self._groups.setdefault("RoutedExperts", self._groups["Linear"])
 
     @staticmethod
     def _entry(config: Mapping[str, Any], entry: str) -> str:
@@ -138,14 +139,19 @@ class _CompressedTensors:
 
     def scheme_of(self, asked: Asked) -> Scheme | None:
         """The scheme that vLLM finds, None for an unquantized module. Raises Unreadable where it would stop."""
+        group = self.group_of(asked)
+        return None if group is None else self._schemes[group]
+
+    def group_of(self, asked: Asked) -> str | None:
+        """The name in `config_groups` of what `scheme_of` gives."""
         if asked.kind != "RoutedExperts":
             return self._one(asked.name, asked.kind, asked.parts)
-        schemes = [self._one(part, asked.kind, ()) for part in asked.parts]
-        if len({scheme and scheme.label() for scheme in schemes}) > 1:
+        groups = [self._one(part, asked.kind, ()) for part in asked.parts]
+        if len({self._schemes[group].label() if group else None for group in groups}) > 1:
             raise Unreadable("vLLM takes one scheme for all projections of a mixture, and finds several")
-        return schemes[0]
+        return groups[0]
 
-    def _one(self, name: str, kind: str, parts: tuple[str, ...]) -> Scheme | None:
+    def _one(self, name: str, kind: str, parts: tuple[str, ...]) -> str | None:
         if any(matches(entry, name) for entry in self._ignore):
             return None
         ignored = [any(matches(entry, part) for entry in self._ignore) for part in parts]
@@ -153,13 +159,13 @@ class _CompressedTensors:
             if all(ignored):
                 return None
             raise Unreadable("`ignore` names some of the modules that vLLM fuses, and not all")
-        direct, *by_part = (next((target for target in self._targets if matches(target, each)), None) for each in (name, *parts))
+        direct, *by_part = (next((target for target in self._groups if matches(target, each)), None) for each in (name, *parts))
         fused = by_part[0] if by_part and all(by_part) else None
-        target = direct or fused or next((target for target in self._targets if _matches_class(target, kind)), None)
-        return self._targets[target] if target else None
+        target = direct or fused or next((target for target in self._groups if _matches_class(target, kind)), None)
+        return self._groups[target] if target else None
 
 
-class _Gptq:
+class Gptq:
     """vLLM's reading of a gptq config: `dynamic` by the fused name, and what is quantized from the tensors or a list of substrings."""
 
     def __init__(self, config: Mapping[str, Any], quantization: GptqQuantization, quantized: list[str]) -> None:
@@ -169,7 +175,7 @@ class _Gptq:
         self._quantized = [_renamed(config, name) for name in flat] if flat else [vllm_name(config, module) for module in quantized]
 
     def scheme_of(self, asked: Asked) -> Scheme | None:
-        """As `_CompressedTensors.scheme_of`."""
+        """As `CompressedTensors.scheme_of`."""
         if asked.kind == "RoutedExperts":
             raise Unreadable("vLLM's reader of the gptq format chooses a mixture's kernel by its shapes before it looks at `dynamic`, "
                              "so that unquantized experts may be read as quantized")  # fmt: skip
@@ -190,11 +196,11 @@ def _matches_class(target: str, kind: str) -> bool:
 def schemes_in_vllm(config: Mapping[str, Any], stored: Mapping[str, str | None]) -> dict[Asked, Scheme | Unreadable | None]:
     """What vLLM finds for each module that it builds; `stored` has the checkpoint's modules with a matrix, and the label of their scheme."""
     quantization = quantization_of(dict(config))
-    reader: _CompressedTensors | _Gptq
+    reader: CompressedTensors | Gptq
     if isinstance(quantization, GptqQuantization):
-        reader = _Gptq(config, quantization, [module for module, label in stored.items() if label is not None])
+        reader = Gptq(config, quantization, [module for module, label in stored.items() if label is not None])
     else:
-        reader = _CompressedTensors(config)
+        reader = CompressedTensors(config)
     found: dict[Asked, Scheme | Unreadable | None] = {}
     for asked in asked_modules(config, stored):
         try:
