@@ -232,11 +232,10 @@ def audit_structure(directory: Path) -> Structure:
             # a layer that shares an earlier one's keys and values has none of its own to serve, whatever the source's files hold
             if scheme is not None and quantization.names_all and not is_redundant(config, held["weight"].name):
                 differences.append(Difference(f"{module}.weight", f"is not quantized, the config says {scheme.label()}"))
-    if is_known(config) and (quantization.schemes or units):
-        matrices = {found: None for tensor in tensors.values() if (found := matrix_module(tensor.name, tensor.shape))}
-        named = {difference.path.removesuffix(".weight") for difference in differences}
+    if units and not differences and is_known(config):  # what is broken already is not compared with vLLM's rules besides
+        matrices = {name: None for tensor in tensors.values() if (name := matrix_module(tensor.name, tensor.shape))}
         stored = {**matrices, **{module: unit.scheme.label() for module, unit in units.items()}}
-        differences += [Difference(module, problem) for module, problem in unmatched(config, stored) if module not in named]
+        differences += [Difference(module, problem) for module, problem in unmatched(config, stored)]
     return Structure(tensors, units, quantization, differences)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gemq.errors import UsageError
-from gemq.quantize.plan import Plan, Unit, make_plan, unit_bytes, why_not
+from gemq.quantize.plan import Plan, Unit, make_plan, unit_bytes
+from gemq.quantize.recipe_checks import why_not
 from gemq.quantize.skeleton import Matrix, Skeleton
 from gemq.recipes.model import Recipe, Rule, Scheme
 

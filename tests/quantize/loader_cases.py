@@ -99,7 +99,8 @@ def cases() -> tuple[Case, ...]:
         if model.startswith("moe"):
             recipes |= EXPERTS
         else:
-            recipes |= {f"{name}-gptq": with_format(recipes[name], "gptq") for name in ("w4a16-g32", "w8a16", "mixed", "head-int8", "full-layers-kept")}
+            in_gptq = ("w4a16-g32", "w8a16", "mixed", "head-int8", "full-layers-kept")
+            recipes |= {f"{name}-gptq": with_format(recipes[name], "gptq") for name in in_gptq}
         found += [Case(f"{model}/{name}", model, recipe) for name, recipe in recipes.items()]
     return tuple(found)
 
@@ -128,7 +129,9 @@ SPOILT: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
         "e4b/full-layers-kept", lambda config: _replace(config, r"re:.*language_model\..*layers\.(3)", r"re:model\.language_model\.layers\.(3)"),
     ),
     "no v_proj where keys are values": ("31b/mixed", lambda config: _replace(config, _QKV, r"self_attn\.(?:q_proj|k_proj)")),
-    "half a fused module ignored": ("gemma3/mixed", lambda config: config["quantization_config"]["ignore"].append(r"re:.*layers\.3\.mlp\.gate_proj$")),
+    "half a fused module ignored": (
+        "gemma3/mixed", lambda config: config["quantization_config"]["ignore"].append(r"re:.*layers\.3\.mlp\.gate_proj$"),
+    ),
     "no list where keys are values (gptq)": (
         "31b/mixed-gptq", lambda config: config["quantization_config"].pop("modules_in_block_to_quantize"),
     ),

@@ -110,7 +110,7 @@ def test_a_wrong_config_is_noticed_by_vllm_and_by_gemq(wrong: str, checkpoints, 
     case, verdict = CASES[SPOILT[wrong][0]], verdicts[wrong]
     stored = planned(case, skeletons)
     in_ours = schemes_in_vllm(config_of(checkpoints[wrong]), stored)
-    ours = {asked.name: None if scheme is None else str(scheme) if isinstance(scheme, Unreadable) else scheme.label() for asked, scheme in in_ours.items()}
+    ours = {asked.name: str(scheme) if isinstance(scheme, Unreadable) else scheme and scheme.label() for asked, scheme in in_ours.items()}
     differ = {asked.name for asked in in_ours if any(stored[module] != ours[asked.name] for module in asked.modules)}
     assert differ, "gemq finds nothing wrong"
     assert verdict["error"] or verdict["unloaded"] or {name for name, label in in_vllm(verdict).items() if name in differ and label == ours[name]}

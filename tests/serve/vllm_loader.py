@@ -6,7 +6,8 @@
 - `unloaded`: parameters that kept a value from before the load, in part or as a whole
 - `dropped`: tensors that vLLM left out by name
 
-vLLM builds the model, parses the config, maps the names and loads the tensors. Only the choice of kernels for mixtures, which needs a GPU, is replaced.
+vLLM builds the model, parses the config, maps the names and loads the tensors. Only the choice of kernels for mixtures, which needs a GPU, is
+replaced.
 """
 # mypy: ignore-errors
 
