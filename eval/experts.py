@@ -24,8 +24,11 @@ _STORED = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<leaf>
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
-def experts_stored_apart(directory: Path) -> dict[str, int]:
-    """The mixtures of a checkpoint whose experts are stored one by one: name of the module -> number of experts."""
+def experts_stored_apart(directory: Path, count: object) -> dict[str, int]:
+    """The mixtures of a checkpoint whose experts are stored one by one: name of the module -> number of experts.
+
+    Raises IntegrityError where these are not the `count` experts of config.json.
+    """
     numbers: dict[str, set[int]] = defaultdict(set)
     reader = ShardReader(directory)
     reader.close()
@@ -33,9 +36,9 @@ def experts_stored_apart(directory: Path) -> dict[str, int]:
         if found := _STORED.match(name):
             numbers[found["experts"]].add(int(found["number"]))
     for experts, held in numbers.items():
-        if held != set(range(len(held))):
-            missing = min(set(range(max(held))) - held)
-            raise IntegrityError(f"{experts} has an expert {max(held)} and no expert {missing}", "fetch or quantize the checkpoint again")
+        if held != set(range(count if isinstance(count, int) else len(held))):
+            raise IntegrityError(f"{experts} has the experts {', '.join(map(str, sorted(held)[:9]))}..., config.json says num_experts {count}",
+                                 "fetch or quantize the checkpoint again")  # fmt: skip
     return {experts: len(held) for experts, held in numbers.items()}
 
 

@@ -158,7 +158,8 @@ def _load(checkpoint: LocalCheckpoint, device: torch.device, dtype: torch.dtype)
                 from gemq.eval.tables import read_state_dict as read_with_tables
 
                 arguments["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
-                tables, mixtures = quantized_tables(checkpoint.directory), experts_stored_apart(checkpoint.directory)
+                tables = quantized_tables(checkpoint.directory)
+                mixtures = experts_stored_apart(checkpoint.directory, checkpoint._text("num_experts"))
                 if mixtures:
                     arguments["experts_implementation"] = "eager"  # computes experts by linears, whose inputs can be rounded
                 if tables or mixtures:
