@@ -63,20 +63,23 @@ def unit_name(matrix: Matrix) -> str:
 
 def pattern_of(skeleton: Skeleton, matrices: Iterable[Matrix]) -> tuple[str, ...]:
     """Recipe patterns for the complete units of `matrices`, in every layer that these lie in: all that vLLM fuses, all experts of a layer."""
-    layers: dict[str, set[int | None]] = {}
+    layers, everywhere = _layers(matrices), _layers(skeleton.matrices)
+    found = []
+    for names, where in layers.items():
+        numbers = "|".join(str(layer) for layer in sorted(layer for layer in where if layer is not None))
+        found.append(f"re:.*{names}$" if where == everywhere[names] else rf"re:.*layers\.({numbers})\.{names}$")
+    return tuple(found)
+
+
+def _layers(matrices: Iterable[Matrix]) -> dict[str, set[int | None]]:
+    """A pattern for each unit's names within a layer -> the layers that have it."""
+    found: dict[str, set[int | None]] = {}
     for matrix in matrices:
-        layers.setdefault(_paths(matrix), set()).add(matrix.layer)
-    numbers = {path: "|".join(str(layer) for layer in sorted(layer for layer in where if layer is not None)) for path, where in layers.items()}
-    return tuple(rf"re:.*layers\.({numbers[path]})\.{path}$" if numbers[path] else f"re:{path}$" for path in layers)
-
-
-def _paths(matrix: Matrix) -> str:
-    if matrix.kind in EXPERT_TENSORS:
-        return r"experts\..*"
-    paths = [kind.path for kind in LAYER_LINEARS if kind.unit == matrix.kind.unit] or [f".*{matrix.kind.path}"]
-    parent = matrix.kind.path.rpartition(".")[0]
-    leaves = [path.rpartition(".")[2] for path in paths]
-    return (f"{parent}\\." if parent else "") + (leaves[0] if len(leaves) == 1 else f"({'|'.join(leaves)})")
+        parent, _, leaf = matrix.kind.path.rpartition(".")
+        leaves = [kind.path.rpartition(".")[2] for kind in LAYER_LINEARS if kind.unit == matrix.kind.unit] or [leaf]
+        names = (f"{parent}\\." if parent else "") + (leaves[0] if len(leaves) == 1 else f"({'|'.join(leaves)})")
+        found.setdefault(r"experts\..*" if matrix.kind in EXPERT_TENSORS else names, set()).add(matrix.layer)
+    return found
 
 
 def shown_match(rule: Rule) -> str:
@@ -164,6 +167,11 @@ def check_shapes(skeleton: Skeleton, recipe: Recipe, chosen: Mapping[str, Chosen
         if len({unit_name(matrix) for matrix in unfit}) == len({unit_name(matrix) for matrix, _ in quantized}):
             raise UsageError(f"{_unfit(unfit[0])}, and nothing that recipe {recipe.name} quantizes has such a shape",
                              "serve this model unquantized")  # fmt: skip
+        for matrix in unfit:
+            if (rule := chosen[matrix.module].rule).match == ("lm_head",):
+                rules = tuple(other for other in recipe.rules if other != rule)
+                raise Refused(_unfit(matrix), Change("leave out --lm-head, or the rule with match: [lm_head]",
+                                                     recipe.model_copy(update={"rules": rules}), in_rules=False))  # fmt: skip
         raise Refused(_unfit(unfit[0]), keeping(skeleton, recipe, unfit))
     for matrix, scheme in quantized:
         problem = _group_problem(recipe, matrix, scheme)
