@@ -146,20 +146,29 @@ def _load(checkpoint: LocalCheckpoint, device: torch.device, dtype: torch.dtype)
                          "give a checkpoint of a known architecture, or the URL of an endpoint that serves it")  # fmt: skip
     arguments: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "output_loading_info": True}
     source: str | None = str(checkpoint.directory)
+    mixtures: dict[str, int] = {}
     noise = io.StringIO()  # progress bars of the libraries; gemq's output module is the one that prints
     try:
         with contextlib.redirect_stderr(noise), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             method = checkpoint.quantization.get("quant_method")
             if method == "compressed-tensors":
+                from gemq.eval.experts import experts_stored_apart, is_of_experts, read_stacks, round_inputs
                 from gemq.eval.tables import quantized_tables, without_tables
                 from gemq.eval.tables import read_state_dict as read_with_tables
 
                 arguments["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
-                if tables := quantized_tables(checkpoint.directory):
+                tables = quantized_tables(checkpoint.directory)
+                mixtures = experts_stored_apart(checkpoint.directory, checkpoint._text("num_experts"))
+                if mixtures:
+                    arguments["experts_implementation"] = "eager"  # computes experts by linears, whose inputs can be rounded
+                if tables or mixtures:
                     arguments["config"] = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
                     arguments["config"].quantization_config = without_tables(checkpoint.quantization, tables)
-                    arguments["state_dict"] = read_with_tables(checkpoint.directory, tables)
+                    arguments["state_dict"] = {
+                        **read_with_tables(checkpoint.directory, tables, is_of_experts),
+                        **read_stacks(checkpoint.directory, mixtures, dtype),
+                    }
                     del arguments["local_files_only"]
                     source = None
             elif method == "gptq":
@@ -176,6 +185,7 @@ def _load(checkpoint: LocalCheckpoint, device: torch.device, dtype: torch.dtype)
                 from compressed_tensors.offload import remove_dispatch
 
                 remove_dispatch(model)
+                round_inputs(model, checkpoint.config, mixtures)
             model.to(device)
     except (GemqError, MemoryError):
         raise

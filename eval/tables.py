@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,11 @@ def unpack_table(packed: torch.Tensor, scale: torch.Tensor, shape: tuple[int, in
     return table
 
 
-def read_state_dict(directory: Path, tables: list[str]) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint by its stored name, the tables unpacked."""
+def read_state_dict(directory: Path, tables: list[str], left_out: Callable[[str], bool] = lambda name: False) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by its stored name, the tables unpacked, without those whose name is `left_out`."""
     reader = ShardReader(directory)
     try:
-        state = {name: reader.read(name) for name in reader.tensors if not _of_table(name, tables)}
+        state = {name: reader.read(name) for name in reader.tensors if not _of_table(name, tables) and not left_out(name)}
         for table in tables:
             packed, scale, shape = (reader.read(f"{table}.{part}") for part in _PARTS)
             try:

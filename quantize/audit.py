@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gemq.errors import IntegrityError, UsageError
+from gemq.quantize.matching import is_known, matrix_module, shares_keys_and_values, unmatched
 from gemq.quantize.schemes import Quantization, Scheme, quantization_of
 from gemq.quantize.seal import Difference
 
@@ -25,7 +26,7 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 
 _OF_UNITS = {"weight_packed", "weight_scale", "qweight"}  # a module with one of these is quantized
 _LONGEST_HEADER_BYTES = 100_000_000
 _LARGEST = 2**63 - 1
-_KEYS_AND_VALUES = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\.[a-z_]+$")
+_KEYS_AND_VALUES = re.compile(r"(?:^|\.)layers\.\d+\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\.[a-z_]+$")
 # nn.Linear's usual names, where a target says "Linear" and only tensors are at hand
 _LINEAR_NAMES = re.compile(r"(.*_proj|linear|lm_head|per_layer_input_gate|per_layer_projection|per_layer_model_projection)$")
 
@@ -208,11 +209,7 @@ class Structure:
 
 def is_redundant(config: dict[str, Any], name: str) -> bool:
     """Whether `config` says that no forward reads this key or value tensor: its layer shares an earlier one's."""
-    inner = config.get("text_config")
-    text: dict[str, Any] = inner if isinstance(inner, dict) else config
-    layers, shared = text.get("num_hidden_layers"), text.get("num_kv_shared_layers")
-    found = _KEYS_AND_VALUES.search(name)
-    return bool(found and isinstance(layers, int) and isinstance(shared, int) and layers - shared <= int(found.group(1)) < layers)
+    return _KEYS_AND_VALUES.search(name) is not None and shares_keys_and_values(config, name)
 
 
 def audit_structure(directory: Path) -> Structure:
@@ -235,6 +232,10 @@ def audit_structure(directory: Path) -> Structure:
             # a layer that shares an earlier one's keys and values has none of its own to serve, whatever the source's files hold
             if scheme is not None and quantization.names_all and not is_redundant(config, held["weight"].name):
                 differences.append(Difference(f"{module}.weight", f"is not quantized, the config says {scheme.label()}"))
+    if units and not differences and is_known(config):  # what is broken already is not compared with vLLM's rules besides
+        matrices = {name: None for tensor in tensors.values() if (name := matrix_module(tensor.name, tensor.shape))}
+        stored = {**matrices, **{module: unit.scheme.label() for module, unit in units.items()}}
+        differences += [Difference(module, problem) for module, problem in unmatched(config, stored)]
     return Structure(tensors, units, quantization, differences)
 
 

@@ -7,7 +7,9 @@ of the inputs, as gemq's do (`desc_act: false`; the solver's order of columns le
 
 What vLLM's reader (auto_gptq, formerly gptq_marlin) takes, as read in 0.32: 4 or 8 bits, groups of 32, 64, 128 or a whole row (-1);
 other schemes for some modules through `dynamic`, patterns on its own module names, fused ones (qkv_proj, gate_up_proj) included, `-:` before
-those that are not quantized; which modules are quantized otherwise it takes from the tensors. FP8 and quantized activations it can't express.
+those that are not quantized; which modules are quantized otherwise it takes from the tensors, or from the substrings of names in
+`modules_in_block_to_quantize`. It can't express FP8 and quantized activations. Of a mixture's experts it takes the kernel by their shapes
+before it looks at `dynamic` (AutoGPTQConfig.get_quant_method), so that a mixture can't be stored in this format.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gemq.errors import UsageError
+from gemq.quantize.architectures import LAYER_LINEARS, MODEL_LINEARS
 from gemq.quantize.scales import restore
-from gemq.quantize.targets import by_fused_path, ignored, patterns
+from gemq.quantize.targets import ignored, patterns
 from gemq.recipes.model import Scheme
 from gemq.shards import TensorSpec
 
@@ -32,7 +35,7 @@ _INSTEAD = "store it as compressed-tensors: leave out --format gptq, or the reci
 
 
 def require_expressible(recipe: str, matrix: Matrix, scheme: Scheme) -> None:
-    """Refuse what the format has no words for, and experts, whose reading in vLLM nobody here has seen."""
+    """Refuse what the format can't express, and experts."""
     name = matrix.tensor.removesuffix(".weight")
     if scheme.weights.type != "int" or scheme.input_activations is not None:
         raise UsageError(
@@ -99,13 +102,13 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
         by_scheme.setdefault(unit.scheme.weights.label(), []).append(unit)
     linears = Counter({label: sum(len(unit.matrices) for unit in units) for label, units in by_scheme.items()})
     commonest = linears.most_common(1)[0][0]
-    dynamic: dict[str, dict[str, int]] = {f"-:{pattern}": {} for pattern in ignored(plan, by_fused_path)}
+    dynamic: dict[str, dict[str, int]] = {f"-:{pattern}": {} for pattern in ignored(plan)}
     for label, units in by_scheme.items():
         if label == commonest:
             continue
         body = [matrix for unit in units for matrix in unit.matrices if matrix.module != "lm_head"]
         head = [r".*lm_head$"] if any(unit.name == "lm_head" for unit in units) else []
-        dynamic |= {f"+:{pattern}": _own(units[0].scheme) for pattern in [*head, *patterns(plan, body, by_fused_path)]}
+        dynamic |= {f"+:{pattern}": _own(units[0].scheme) for pattern in [*head, *patterns(plan, body)]}
     solved = [unit for unit in plan.units if unit.method == "gptq"]
     return {
         "quant_method": "gptq",
@@ -116,7 +119,18 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
         "static_groups": bool(solved) and plan.recipe.gptq.actorder == "static",
         "lm_head": "lm_head" in plan.quantized_matrices,
         "dynamic": dynamic,
+        **_listed(plan),
     }
+
+
+def _listed(plan: Plan) -> dict[str, list[str]]:
+    """The quantized kinds by name, where a layer has no v_proj: vLLM asks for every part of qkv_proj, and would miss one in the tensors."""
+    attention = [unit for unit in plan.units if unit.matrices[0].kind.path == "self_attn.q_proj"]
+    if not any(len(unit.matrices) == 2 for unit in attention):
+        return {}
+    units = {unit.matrices[0].kind.unit for unit in plan.units if unit.name != "lm_head"}
+    paths = [kind.path for kind in (*MODEL_LINEARS, *LAYER_LINEARS) if kind.unit in units]
+    return {"modules_in_block_to_quantize": [*paths, *(["lm_head"] if "lm_head" in plan.quantized_matrices else [])]}
 
 
 def more_files(plan: Plan) -> dict[str, dict[str, Any]]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gemq.errors import UsageError
-from gemq.quantize.plan import Plan, Unit, make_plan, unit_bytes, why_not
+from gemq.quantize.plan import Plan, Unit, make_plan, unit_bytes
+from gemq.quantize.recipe_checks import why_not
 from gemq.quantize.skeleton import Matrix, Skeleton
 from gemq.recipes.model import Recipe, Rule, Scheme
 
@@ -149,7 +150,14 @@ def refusals(plan: Plan, decision: Decision, candidates: Sequence[str]) -> dict[
 def require_useful(plan: Plan, candidates: Sequence[str]) -> None:
     """Raise UsageError for a candidate that nothing in the model can take: its reason is said before anything is measured."""
     decisions = [decision for decision in decisions_of(plan) if not decision.is_head]
+
+    def useful(name: str) -> bool:
+        return any(name not in refusals(plan, decision, [name]) for decision in decisions)
+
     for name in candidates:
-        if name != KEEP and decisions and all(name in refusals(plan, decision, candidates) for decision in decisions):
+        if name != KEEP and decisions and not useful(name):
             why = refusals(plan, decisions[0], candidates)[name]
-            raise UsageError(f"no unit of this model can take the candidate {name}: {why}", "leave it out of --candidates")
+            others = [other for other in candidates if other != KEEP and useful(other)]
+            fitting = ",".join(other for other in SCHEMES if useful(other))
+            raise UsageError(f"no unit of this model can take the candidate {name}: {why}",
+                             "leave it out of --candidates" if others else f"give --candidates {fitting}")  # fmt: skip

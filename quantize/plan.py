@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 
 from gemq.errors import UsageError
 from gemq.quantize.architectures import DECODER_PARTS, PRODUCERS
+from gemq.quantize.matching import require_matched
+from gemq.quantize.recipe_checks import Chosen, Refused, check_format, check_fused, check_shapes, complete_advice, unit_name
 from gemq.quantize.skeleton import Matrix, Skeleton
 from gemq.quantize.storage import Storage, storage_of
 from gemq.quantize.tables import check_table
@@ -137,9 +139,42 @@ def _layer_of(name: str) -> tuple[int, int]:
 
 def make_plan(skeleton: Skeleton, recipe: Recipe) -> Plan:
     """Match the recipe's rules against the source; raises UsageError for a rule that can't be carried out."""
-    chosen: dict[str, tuple[Rule, Scheme] | None] = {}
+    try:
+        return _plan(skeleton, recipe)
+    except Refused as refusal:
+        raise complete_advice(refusal, lambda changed: _plan(skeleton, changed)) from None
+
+
+def _plan(skeleton: Skeleton, recipe: Recipe) -> Plan:
     candidates = [*skeleton.tables, *skeleton.matrices]
-    for rule in recipe.rules:
+    chosen = _chosen(skeleton, recipe, candidates)
+    check_fused(skeleton, recipe, chosen)
+    check_format(recipe, chosen, skeleton.matrices)
+    for table in skeleton.tables:
+        check_table(skeleton, recipe, chosen, table)
+    check_shapes(skeleton, recipe, chosen, skeleton.matrices)
+    groups: dict[str, list[Matrix]] = {}
+    for matrix in candidates:
+        groups.setdefault(unit_name(matrix), []).append(matrix)
+    units, kept = [], []
+    for name, matrices in groups.items():
+        choice = chosen.get(matrices[0].module)
+        if choice is None or choice.scheme is None:
+            kept += [matrix for matrix in matrices if not matrix.is_table]
+            continue
+        method: Method = "rtn" if matrices[0].is_table else choice.rule.method or recipe.method
+        units.append(Unit(name, matrices[0].layer, tuple(matrices), choice.scheme, method))
+    if not units:
+        raise UsageError(f"recipe {recipe.name} quantizes nothing of this source", "add a rule for `decoder`")
+    plan = _with_tensors(Plan(skeleton, recipe, units, kept))
+    require_matched(plan)
+    return plan
+
+
+def _chosen(skeleton: Skeleton, recipe: Recipe, candidates: list[Matrix]) -> dict[str, Chosen]:
+    """Module in the text model -> the first rule that matches it."""
+    chosen: dict[str, Chosen] = {}
+    for number, rule in enumerate(recipe.rules):
         matched = [matrix for matrix in candidates if _matches(rule, matrix)]
         if not matched and not rule.optional:
             raise UsageError(
@@ -147,53 +182,8 @@ def make_plan(skeleton: Skeleton, recipe: Recipe) -> Plan:
                 _what_there_is(skeleton, rule),
             )
         for matrix in matched:
-            chosen.setdefault(matrix.module, None if rule.scheme == "keep" else (rule, rule.scheme))
-    units: dict[str, Unit] = {}
-    kept = []
-    groups: dict[str, list[Matrix]] = {}
-    for matrix in candidates:
-        groups.setdefault(_unit_name(matrix), []).append(matrix)
-    for name, matrices in groups.items():
-        choices = [chosen.get(matrix.module) for matrix in matrices]
-        labels = {choice[1].label() if choice else "as it is" for choice in choices}
-        if len(labels) > 1:
-            raise UsageError(
-                f"recipe {recipe.name} splits {name}, which vLLM fuses: "
-                + ", ".join(
-                    f"{matrix.module.rpartition('.')[2]} {choice[1].label() if choice else 'as it is'}"
-                    for matrix, choice in zip(matrices, choices, strict=True)
-                ),
-                "give all of them one scheme",
-            )
-        if choices[0] is None:
-            kept += [matrix for matrix in matrices if not matrix.is_table]
-            continue
-        rule, scheme = choices[0]
-        if matrices[0].is_table:
-            check_table(skeleton, recipe, rule, matrices[0], head_is_quantized=chosen.get("lm_head") is not None)
-            units[name] = Unit(name, None, tuple(matrices), scheme, "rtn")
-            continue
-        for matrix in matrices:
-            _check_shape(recipe, matrix, scheme)
-        units[name] = Unit(name, matrices[0].layer, tuple(matrices), scheme, rule.method or recipe.method)
-    if not units:
-        raise UsageError(f"recipe {recipe.name} quantizes nothing of this source", "add a rule for `decoder`")
-    _require_whole_mixtures(skeleton, recipe, units)
-    return _with_tensors(Plan(skeleton, recipe, list(units.values()), kept))
-
-
-def _require_whole_mixtures(skeleton: Skeleton, recipe: Recipe, units: dict[str, Unit]) -> None:
-    """Refuse a layer whose experts' projections differ in scheme: vLLM takes one for all of a mixture."""
-    labels: dict[int | None, dict[str, str]] = {}
-    for matrix in skeleton.matrices:
-        if matrix.experts is not None:
-            unit = units.get(_unit_name(matrix))
-            labels.setdefault(matrix.layer, {})[matrix.module.rpartition(".")[2]] = unit.scheme.label() if unit else "as it is"
-    for layer, given in labels.items():
-        if len(set(given.values())) > 1:
-            said = ", ".join(f"{name} {label}" for name, label in given.items())
-            raise UsageError(f"recipe {recipe.name} splits the experts of layer {layer}, which vLLM reads by one scheme: {said}",
-                             "give all of them one scheme")  # fmt: skip
+            chosen.setdefault(matrix.module, Chosen(number, rule))
+    return chosen
 
 
 def _matches(rule: Rule, matrix: Matrix) -> bool:
@@ -230,41 +220,11 @@ def _what_there_is(skeleton: Skeleton, rule: Rule) -> str:
     return f"this source has the parts {', '.join(parts)}; patterns match from the start of names like {example}"
 
 
-def _check_shape(recipe: Recipe, matrix: Matrix, scheme: Scheme) -> None:
-    weights, name = scheme.weights, matrix.tensor.removesuffix(".weight")
-    if weights.group_size and matrix.in_features % weights.group_size:
-        fitting = [size for size in (128, 64, 32) if matrix.in_features % size == 0]
-        advice = f"group sizes that divide it: {', '.join(map(str, fitting))}" if fitting else "use strategy: channel for it"
-        raise UsageError(
-            f"recipe {recipe.name}: group_size {weights.group_size} doesn't divide the {matrix.in_features} inputs of {name}", advice
-        )
-    if matrix.in_features % 32 or matrix.out_features % 32:
-        raise UsageError(
-            f"{name} is {matrix.out_features} x {matrix.in_features}, and vLLM's kernels take multiples of 32",
-            f"keep it: a rule before the others, match: ['re:{re.escape(name)}'], scheme: keep",
-        )
-    storage_of(recipe.format).require_expressible(recipe.name, matrix, scheme)
-
-
-def why_not(recipe: Recipe, matrix: Matrix, scheme: Scheme) -> str:
-    """Why `matrix` can't take `scheme` in the recipe's checkpoint format, or nothing."""
-    try:
-        _check_shape(recipe, matrix, scheme)
-    except UsageError as error:
-        return error.message
-    return ""
-
-
 def unit_bytes(plan: Plan, matrices: Iterable[Matrix], scheme: Scheme | None) -> int:
     """The bytes of `matrices` stored under `scheme`, or as the source has them."""
     if scheme is None:
         return sum(plan.skeleton.inventory[matrix.tensor].nbytes for matrix in matrices)
     return sum(spec.nbytes for matrix in matrices for spec in _stored_as(plan, matrix, scheme))
-
-
-def _unit_name(matrix: Matrix) -> str:
-    stem = matrix.module.removeprefix("model.")
-    return stem.removesuffix(matrix.kind.path) + matrix.kind.unit
 
 
 @dataclass(frozen=True)

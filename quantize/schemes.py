@@ -74,11 +74,11 @@ class Quantization:
 
     def scheme_of(self, module: str, *, is_linear: bool) -> Scheme | None:
         """The scheme of `module`, or None: exact names before patterns before class names, what is ignored has none."""
-        if any(_matches(entry, module, is_linear) for entry in self.ignore):
+        if any(_names(entry, module, is_linear) for entry in self.ignore):
             return None
         ranked = sorted(((_rank(target), target, number) for number, scheme in enumerate(self.schemes) for target in scheme.targets))
         for _, target, number in ranked:
-            if _matches(target, module, is_linear):
+            if _names(target, module, is_linear):
                 return self.schemes[number]
         return None
 
@@ -95,7 +95,7 @@ class GptqQuantization(Quantization):
     def scheme_of(self, module: str, *, is_linear: bool) -> Scheme | None:
         """The scheme of a quantized `module`; an unquantized linear has none only where a rule says so or it is no linear."""
         for pattern, scheme in self.rules:
-            if _matches(f"re:{pattern}", module, is_linear):
+            if _names(f"re:{pattern}", module, is_linear):
                 return scheme
         return self.schemes[0] if is_linear else None
 
@@ -104,14 +104,19 @@ def _rank(target: str) -> int:
     return 1 if target.startswith("re:") else 2 if target in ("Linear", "Embedding") else 0
 
 
-def _matches(target: str, module: str, is_linear: bool) -> bool:
+def matches(target: str, module: str) -> bool:
+    """Whether an entry of `targets` or `ignore` names `module`: as it is, or as a pattern (`re:...`) from the start of the name."""
     if target.startswith("re:"):
         try:
             return re.match(target[3:], module) is not None
         except (re.error, RecursionError, OverflowError) as error:
-            raise IntegrityError(f"config.json has the pattern {target[:200]!r}, which is no regular expression: {error}",
+            raise IntegrityError(f"config.json has the pattern {target[:200]!r}, which is not a regular expression: {error}",
                                  "don't use this checkpoint") from None
-    return target == module or (target == "Linear" and is_linear)
+    return target == module
+
+
+def _names(target: str, module: str, is_linear: bool) -> bool:
+    return matches(target, module) or (target == "Linear" and is_linear)
 
 
 def quantization_of(config: dict[str, Any]) -> Quantization:
