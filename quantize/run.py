@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from gemq.quantize.folds import Folds
 from gemq.quantize.follower import Share
 from gemq.quantize.gpu import budget_of, too_little
 from gemq.quantize.job import Job, identity_of, manifest_of
-from gemq.quantize.journal import Journal, is_fresh, open_journal
+from gemq.quantize.journal import Journal, discard, is_fresh, open_journal
 from gemq.quantize.loading import FiniteCheck
 from gemq.quantize.phases import Phases
 from gemq.quantize.plan import Pair, Stored, Unit, stored_matrices
@@ -74,6 +73,7 @@ def quantize(job: Job, measure: Callable[[Path], list[dict[str, Any]]] | None = 
     atomic.make_parent(job.output)
     return_freed_memory()
     with atomic.locked(partial), atomic.disk_errors(job.output.parent):
+        atomic.require_absent(job.output)  # another process may have published it before it let go of the lock
         run = _Run(job, partial)
         try:
             run.copy_rest()
@@ -86,7 +86,7 @@ def quantize(job: Job, measure: Callable[[Path], list[dict[str, Any]]] | None = 
                 seal = write_seal(run.directory, describe, run.writing.hashes())
                 atomic.write_point("sealed")
                 atomic.publish(run.directory, job.output)
-                shutil.rmtree(partial)
+                discard(partial)
         except torch.OutOfMemoryError as error:
             raise too_little(error, job.gpu_memory_bytes) from None
         finally:
@@ -119,8 +119,9 @@ class _Run:
         atomic.require_space(job.output.parent, int((self.writer.total_bytes - already) * 1.01))
         self.journal: Journal = open_journal(partial, identity, job.resume, save=not later)
         with self.phases("allocate"):
-            self.writer.allocate()
-        atomic.write_point("allocated")
+            changed = self.writer.allocate()
+        if changed and self.journal.parts:
+            output.warn(f"{changed[0]} in {partial} had another size or header than was written: its tensors are checked one by one")
         self.writing = Writing(self.writer, self.journal, self.phases, self._threads, self._know_source if later else None)
         if later:
             pool = ThreadPoolExecutor(1, "source")

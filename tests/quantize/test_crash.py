@@ -25,7 +25,8 @@ from gemq.quantize.seal import check_seal
 RECIPE = "w4a16-g32"
 # (write point, its occurrence): every kind of instant between two changes on disk
 POINTS = [
-    ("file-staged:journal.json", 1), ("file-written:journal.json", 1), ("allocated", 1), ("copied", 1), ("file-staged:journal.json", 2),
+    ("file-staged:gemq-partial.json", 1), ("file-written:gemq-partial.json", 1), ("file-staged:journal.json", 1),
+    ("file-written:journal.json", 1), ("sized:model.safetensors", 1), ("allocated", 1), ("copied", 1), ("file-staged:journal.json", 2),
     ("file-written:journal.json", 2), ("written:layers.0.self_attn.qkv_proj", 1), ("written:layers.0.mlp.down_proj", 1), ("solved:layer 0", 1),
     ("file-written:journal.json", 3), ("written:layers.1.self_attn.o_proj", 1), ("solved:layer 1", 1), ("file-written:journal.json", 4),
     ("companions-copied", 1), ("file-staged:config.json", 1), ("file-written:recipe.yaml", 1), ("file-written:gemq.json", 1), ("modes-set", 1),
