@@ -18,6 +18,7 @@ from gemq.calibration.media import media_inputs
 from gemq.calibration.sets import CalibrationSet
 from gemq.errors import UsageError
 from gemq.memory import return_freed_memory
+from gemq.output_paths import require_separate
 from gemq.quantize import gptq, smoothing
 from gemq.quantize.card import inherited_fields
 from gemq.quantize.checkpoint import accounts, write_companions
@@ -69,6 +70,7 @@ def quantize(job: Job, measure: Callable[[Path], list[dict[str, Any]]] | None = 
     """
     started = time.monotonic()
     atomic.require_absent(job.output)
+    require_separate(job.output, job.source.directory)
     partial = atomic.partial_of(job.output)
     atomic.make_parent(job.output)
     return_freed_memory()
