@@ -303,8 +303,9 @@ def run_bench(
 
     vLLM's `client`, where there is one, drives the loads that --client `client_kind` leaves it.
 
-    The directory `partial` keeps what is finished. The caller holds it (`atomic.resumable_directory`, with JOURNAL) and publishes it. Raises StoppedSafely (75) with what was kept when the endpoint
-    dies, UsageError, IntegrityError when an answer is not what was asked for.
+    The directory `partial` keeps what is finished; the caller holds it (`atomic.resumable_directory`, with JOURNAL) and publishes it, so that
+    it can add files. Raises StoppedSafely (75) with what was kept when the endpoint dies, UsageError, and IntegrityError when an answer is not
+    what was asked for.
     """
     held_tokens = kv_cache_tokens(endpoint.base_url)
     for load in workload.loads:

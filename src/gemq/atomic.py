@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,8 +53,18 @@ def make_parent(final: Path) -> None:
     try:
         make_directories(final.parent)
     except OSError as error:
-        why = "a file is in its place or above it" if isinstance(error, (FileExistsError, NotADirectoryError)) else error.strerror
+        why = why_no_directory(final.parent, error)
         raise UsageError(f"output {final} can't be made: no directory {final.parent} ({why})", "choose an --output that you may write to") from None
+
+
+def why_no_directory(path: Path, error: OSError) -> str:
+    """Why `path` could not be made or written into, for a message."""
+    for place in (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            return f"{place} is a link to {os.readlink(place)}, which is not there"
+        if os.path.lexists(place) and not place.is_dir():
+            return "a file is in its place or above it" if place == path else f"a file is in its place or above it: {place}"
+    return error.strerror or str(error)
 
 
 def make_directories(path: Path) -> None:
@@ -62,6 +73,16 @@ def make_directories(path: Path) -> None:
     for directory in reversed(missing):
         directory.mkdir(exist_ok=True)
         sync_path(directory.parent)
+
+
+def make_cache(folder: Path, what: str, next_step: str) -> None:
+    """Make the directory `folder` of a cache where it is missing; raises UsageError with `next_step` where no file can be made in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"{what} {folder} can't be used: {why_no_directory(folder, error)}", next_step) from None
 
 
 # --- the lock
