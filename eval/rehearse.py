@@ -263,6 +263,7 @@ def run(job: Rehearsal, output_dir: Path) -> tuple[Verdict, list[str]]:
     Raises StoppedSafely or Interrupted with what is kept, IntegrityError where a seal or an answer isn't what it must be.
     """
     require(job)
+    atomic.require_absent(output_dir)
     require_separate(output_dir, job.target.directory, job.target.checkpoint)
     with atomic.resumable_directory(output_dir, "key.json") as job.folder:
         _require_same(job)

@@ -302,6 +302,8 @@ def held_output(final: Path | None) -> Iterator[None]:
         yield
         return
     require_absent(final)
+    if not final.parent.is_dir():
+        raise UsageError(f"the directory of the output {final} does not exist", "create it, or choose another place")
     with locked(partial_of(final)):
         require_absent(final)
         yield
