@@ -24,7 +24,7 @@ from gemq.atomic import disk_errors, write_file
 from gemq.calibration.sets import CalibrationSet, digest
 from gemq.calibration.tokenize import encode_text, load_tokenizer, read_limits, short, text_config
 from gemq.config_file import read_config
-from gemq.demo import cache_root
+from gemq.demo import cache_root, make_cache
 from gemq.errors import IntegrityError, Interrupted, UsageError
 from gemq.memory import available_bytes
 from gemq.shards import ShardReader
@@ -74,12 +74,11 @@ def generate_self_set(model_dir: Path, *, samples: int, length: int, seed: int, 
     key = _key({"algorithm": ALGORITHM, "batch": batch, "files": hashes, "prompt": asdict(prompt), "samples": samples, "length": length,
                 "seed": seed, "device": device_kind, "dtype": dtype})
     folder = cache_dir or cache_root() / "calibration"
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
     final, partial = folder / f"self-{key[:24]}.jsonl", folder / f"self-{key[:24]}.partial.json"
     if (found := _cached(final, key)) is not None:
         output.note(f"calibration: the model's own samples from {final.name} in the cache")
         return found
+    make_cache(folder)
     batches = _finished_batches(partial, key)
     if batches:
         output.note(f"calibration: {sum(map(len, batches))} of {samples} windows are there from an earlier run")

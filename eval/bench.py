@@ -200,9 +200,8 @@ class Journal:
             if self.answers:
                 output.note(f"{len(self.answers)} finished requests are kept in {path}; going on from there")
         with atomic.disk_errors(path):
-            self._file = open(path, "wb")  # noqa: SIM115  (closed by `close`)
-            self._file.write(kept or (json.dumps({"kind": "key", "key": self._key}) + "\n").encode())
-            self._file.flush()
+            atomic.write_file(path, kept or json.dumps({"kind": "key", "key": self._key}) + "\n")
+            self._file = open(path, "ab")  # noqa: SIM115  (closed by `close`)
 
     def add(self, answer: Finished) -> None:
         """Keep an answer."""
@@ -228,16 +227,9 @@ class Journal:
 
 
 @contextlib.contextmanager
-def _journal(output_dir: Path | None, key: dict[str, Any]) -> Iterator[Journal]:
-    """The journal in OUTPUT.partial, held against another process; a stop says what it kept."""
+def _journal(partial: Path | None, key: dict[str, Any]) -> Iterator[Journal]:
+    """The journal in the directory `partial`, which the caller holds; a stop says what it kept."""
     with contextlib.ExitStack() as stack:
-        partial = None
-        if output_dir is not None:
-            atomic.require_absent(output_dir)
-            partial = atomic.partial_of(output_dir)
-            with atomic.disk_errors(partial):
-                partial.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(atomic.locked(partial))
         journal = Journal(partial, key)
         stack.callback(journal.close)
         try:
@@ -305,14 +297,15 @@ def run_load(
 
 def run_bench(
     endpoint: Endpoint, workload: Workload, prompts: dict[str, list[Prompt]], *, target: str, runs: int = 1, audited: bool = True,
-    output_dir: Path | None = None, server_dependencies: Sequence[str] = (), client: VllmClient | None = None, client_kind: str = "gemq",
+    partial: Path | None = None, server_dependencies: Sequence[str] = (), client: VllmClient | None = None, client_kind: str = "gemq",
 ) -> tuple[BenchResult, Path | None]:  # fmt: skip
-    """Measure every load of `workload` at `endpoint`, `prompts` by load's name; returns the result and the partial directory, if there is one.
+    """Measure every load of `workload` at `endpoint`, `prompts` by load's name; returns the result and `partial`.
 
     vLLM's `client`, where there is one, drives the loads that --client `client_kind` leaves it.
 
-    Publishing that directory is the caller's, so that it can add files. Raises StoppedSafely (75) with what was kept when the endpoint
-    dies, UsageError, IntegrityError when an answer is not what was asked for.
+    The directory `partial` keeps what is finished; the caller holds it (`atomic.resumable_directory`, with JOURNAL) and publishes it, so that
+    it can add files. Raises StoppedSafely (75) with what was kept when the endpoint dies, UsageError, and IntegrityError when an answer is not
+    what was asked for.
     """
     held_tokens = kv_cache_tokens(endpoint.base_url)
     for load in workload.loads:
@@ -322,11 +315,11 @@ def run_bench(
     key = {"target": target, "model": endpoint.model, "workload": workload.model_dump(mode="json"), "runs": runs,
            "clients": {name: one.name if one else "gemq" for name, one in clients.items()},
            "prompts": {name: [prompt.sha256 for prompt in some] for name, some in prompts.items()}}  # fmt: skip
-    with _journal(output_dir, key) as journal:
+    with _journal(partial, key) as journal:
         loads = [run_load(endpoint, load, prompts[load.name], journal, runs=runs, audited=audited, client=clients[load.name])
                  for load in workload.loads]  # fmt: skip
     result = BenchResult(target, endpoint.model, endpoint.base_url, workload, loads, list(server_dependencies))
-    return result, None if output_dir is None else atomic.partial_of(output_dir)
+    return result, partial
 
 
 def write_result(result: BenchResult, directory: Path, final: Path, job_id: str) -> None:

@@ -34,11 +34,12 @@ class FinishedRecords:
 
     def _load(self, path: Path) -> None:
         try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
+            kept = json.loads(path.read_bytes())
             key, scores = kept["key"], kept["scores"]
             loaded = {role: {int(index): [float(v) for v in values] for index, values in done.items()} for role, done in scores.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise IntegrityError(f"the partial results {path} can't be read ({error!r})", "delete that file and start again") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise IntegrityError(f"the partial results {path} can't be read ({error!r})",
+                                 "delete it and start again if gemq made it; otherwise choose another --output") from None  # fmt: skip
         if key != self._key:
             raise UsageError(f"{path} holds partial results of another evaluation", "choose another --output, or delete that file")
         self._scores = loaded

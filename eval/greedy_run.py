@@ -16,6 +16,7 @@ from gemq.eval.endpoint import Endpoint, is_url
 from gemq.eval.greedy import Comparison, GreedyResult
 from gemq.eval.target import Target
 from gemq.eval.workloads import Prompt, make_text_prompts, make_token_prompts, read_prompts, tokenized
+from gemq.output_paths import require_separate
 from gemq.serve.contract import NEAR_TIE_NATS
 
 TOKENS, MADE_PROMPTS, MADE_LENGTH = 512, 16, 32
@@ -80,12 +81,12 @@ class _Capture:
         if self.file is None:
             return
         key_file, text = self.file.with_name("key.json"), json.dumps(key)
-        if key_file.exists() and key_file.read_text(encoding="utf-8") != text:
+        if key_file.exists() and key_file.read_bytes() != text.encode():
             raise UsageError(f"{self.file.parent} holds partial results of another comparison", "choose another --output, or delete that directory")
         atomic.write_file(key_file, text)
         if self.file.exists() and self.file.stat().st_size:
             raw = self.file.read_bytes()
-            self.file.write_bytes(raw[: raw.rfind(b"\n") + 1])  # a kill may leave half a line
+            atomic.write_file(self.file, raw[: raw.rfind(b"\n") + 1])  # a kill may leave half a line
             self.records = read_decoded(self.file) if self.file.stat().st_size else []
             output.note(f"{len(self.records)} captured records are kept in {self.file}; going on from there")
 
@@ -100,14 +101,11 @@ class _Capture:
 
 
 @contextlib.contextmanager
-def _kept(job: Job, key: object) -> Iterator[_Capture]:
+def _kept(job: Job, target: Target, key: object) -> Iterator[_Capture]:
     with contextlib.ExitStack() as stack:
         if job.output_dir is not None:
-            atomic.require_absent(job.output_dir)
-            partial = atomic.partial_of(job.output_dir)
-            with atomic.disk_errors(partial):
-                partial.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(atomic.locked(partial))
+            require_separate(job.output_dir, target.directory, target.checkpoint)
+            stack.enter_context(atomic.resumable_directory(job.output_dir, "key.json"))
         captured = _Capture(job.output_dir, key)
         try:
             yield captured
@@ -159,7 +157,7 @@ def evaluate_greedy(job: Job) -> GreedyResult:
     lengths = {record.id: len(record.completion_token_ids) for record in theirs or ()}
     counts = [lengths.get(prompt.id, job.tokens or TOKENS) for prompt in prompts]
     key = {"target": job.target, "checkpoint": target.checkpoint_key(), "prompts": [prompt.sha256 for prompt in prompts], "counts": counts}
-    with _kept(job, key) as captured:
+    with _kept(job, target, key) as captured:
         with target.opened(python=job.python) as (endpoint, _):
             _capture_into(captured, endpoint, prompts, counts)
             early = _judged(job, captured.records, theirs, tolerance, endpoint) if theirs is not None else None
@@ -167,8 +165,8 @@ def evaluate_greedy(job: Job) -> GreedyResult:
         if job.output_dir is not None:
             partial = atomic.partial_of(job.output_dir)
             _write(partial, result, captured.records)
-            (partial / "key.json").unlink()
             atomic.publish(partial, job.output_dir)
+            (job.output_dir / "key.json").unlink()  # not before: what is kept counts by it alone
     return result
 
 

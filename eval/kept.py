@@ -46,10 +46,8 @@ def read_states(path: Path, key: str, count: int) -> dict[int, torch.Tensor] | N
 
 def write_states(path: Path, key: str, states: dict[int, torch.Tensor]) -> None:
     """Keep the states of every record."""
-    staged = path.with_name(f".{path.name}.tmp")
-    with atomic.disk_errors(path.parent):
+    with atomic.disk_errors(path.parent), atomic.staged_file(path) as staged:
         save_file({str(index): part.contiguous() for index, part in states.items()}, staged, metadata={_KEY: key})
-        staged.replace(path)
 
 
 def head_of(reference: LocalCheckpoint, device: torch.device, dtype: torch.dtype) -> Head:

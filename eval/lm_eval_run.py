@@ -27,6 +27,7 @@ from gemq.eval.records import file_sha256
 from gemq.eval.target import Target
 
 GSM8K = "gsm8k"
+KEY_FILE = "key.json"  # in the directory of kept answers: to which questions they are
 SHOTS, ANSWER_TOKENS = 8, 512
 ANSWER = r"#### (\-?[0-9\.\,]+)"  # GSM8K's own mark of the final number
 
@@ -251,12 +252,12 @@ def _domain(name: str, samples: Sequence[dict[str, Any]]) -> Domain:
 
 def evaluate_accuracy(
     target: Target, questions: Questions, *, reference: str | None = None, in_flight: int = 8, tokenizer: Path | None = None,
-    python: Path | None = None, output_path: Path | None = None,
+    python: Path | None = None, kept: Path | None = None,
 ) -> AccuracyResult:  # fmt: skip
     """The accuracy of `target` on `questions`, and its paired drop against `reference`: a URL, a directory, or an earlier result's .json.
 
-    With `output_path`, answers survive a stop in OUTPUT.partial, and the same call goes on; writing the result is the caller's, as is
-    removing that directory then. Raises UsageError, IntegrityError, StoppedSafely.
+    In the directory `kept`, which the caller holds (`atomic.resumable_directory`), answers survive a stop, and the same call goes on; writing
+    the result and deleting the directory are the caller's. Raises UsageError, IntegrityError, StoppedSafely.
     """
     require_lm_eval()
     earlier = read_result(Path(reference)) if reference is not None and reference.endswith(".json") else None
@@ -268,7 +269,7 @@ def evaluate_accuracy(
         read_gsm8k(questions.data)
     sides = {"target": target.name, "checkpoint": target.checkpoint_key(), "reference": reference,
              "reference_checkpoint": None if other is None else other.checkpoint_key()}  # fmt: skip
-    with _folder(output_path, sides | key) as folder:
+    with _folder(kept, sides | key) as folder:
         def measure(side: Target, label: str) -> list[Domain]:
             with side.opened(python=python) as (endpoint, _):
                 return ask(endpoint, questions, folder, label=label, in_flight=in_flight, tokenizer=tokenizer or side.checkpoint)
@@ -277,33 +278,28 @@ def evaluate_accuracy(
             ours = measure(target, "target")
             theirs = earlier[1] if earlier is not None else measure(other, "reference") if other is not None else None
         except KeyboardInterrupt:
-            raise Interrupted(f"interrupted; {_kept(folder, output_path)}", "run the same command again to go on") from None
+            raise Interrupted(f"interrupted; {_kept(kept)}", "run the same command again to go on") from None
         except StoppedSafely as error:
-            raise type(error)(f"{error.message}; {_kept(folder, output_path)}", error.next_step) from error
+            raise type(error)(f"{error.message}; {_kept(kept)}", error.next_step) from error
     if theirs is None:
         return AccuracyResult(target.name, None, key, tuple(ours))
     assert reference is not None
     return compared(target.name, reference, key, ours, theirs)
 
 
-def _kept(folder: Path, output_path: Path | None) -> str:
-    return f"answers so far are kept in {folder}" if output_path is not None else "nothing is kept without --output"
+def _kept(folder: Path | None) -> str:
+    return f"answers so far are kept in {folder}" if folder is not None else "nothing is kept without --output"
 
 
 @contextlib.contextmanager
-def _folder(output_path: Path | None, key: dict[str, Any]) -> Iterator[Path]:
-    """Where answers are kept: OUTPUT.partial, held against another process and against other questions, or a folder that goes."""
-    if output_path is None:
+def _folder(kept: Path | None, key: dict[str, Any]) -> Iterator[Path]:
+    """Where answers are kept: in `kept`, unless those to other questions are there, or in a temporary folder."""
+    if kept is None:
         with tempfile.TemporaryDirectory(prefix="gemq-accuracy-") as name:
             yield Path(name)
         return
-    atomic.require_absent(output_path)
-    partial = atomic.partial_of(output_path)
-    with atomic.disk_errors(partial):
-        partial.mkdir(parents=True, exist_ok=True)
-    with atomic.locked(partial):
-        file, text = partial / "key.json", json.dumps(key, sort_keys=True)
-        if file.exists() and file.read_text(encoding="utf-8") != text:
-            raise UsageError(f"{partial} holds answers to other questions", "choose another --output, or delete that directory")
-        atomic.write_file(file, text)
-        yield partial
+    file, text = kept / KEY_FILE, json.dumps(key, sort_keys=True)
+    if file.exists() and file.read_bytes() != text.encode():
+        raise UsageError(f"{kept} holds answers to other questions", "choose another --output, or delete that directory")
+    atomic.write_file(file, text)
+    yield kept

@@ -17,6 +17,7 @@ from gemq.eval.finished import FinishedRecords
 from gemq.eval.local import LocalCheckpoint, require_dtype
 from gemq.eval.recorded import Recorded
 from gemq.eval.records import Record, file_sha256, read_records
+from gemq.output_paths import require_separate
 
 Judged = LocalCheckpoint | Endpoint | Recorded
 
@@ -56,6 +57,8 @@ class Plan:
         sides: list[Judged] = [opened] if other is None else [opened, other]
         if other is not None:
             _require_same_tokens(opened, other)
+        if output_path is not None:
+            require_separate(output_path, *(side.directory for side in sides if isinstance(side, LocalCheckpoint)))
         if tokenizer is None:
             tokenizer = next((side.directory for side in sides if isinstance(side, LocalCheckpoint)), None)
         vocab_size = next((side.vocab_size for side in sides if side.vocab_size is not None), None)

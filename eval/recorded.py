@@ -119,14 +119,15 @@ class Recording:
             self._file = open(self.partial, "a", encoding="utf-8")  # noqa: SIM115  (closed by `close`)
 
     def _resume(self) -> None:
-        lines = self.partial.read_text(encoding="utf-8").splitlines(keepends=True)
         try:
+            lines = self.partial.read_text(encoding="utf-8").splitlines(keepends=True)
             head = json.loads(lines[0]) if lines else self._head
             kept = [line for line in lines[1:] if line.endswith("\n")]  # a kill may leave half a line
             if head == self._head and kept:
                 self._check = _positions(json.loads(kept[-1]))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise IntegrityError(f"the partial results {self.partial} can't be read ({error!r})", "delete that file and start again") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise IntegrityError(f"the partial results {self.partial} can't be read ({error!r})",
+                                 "delete it and start again if gemq made it; otherwise choose another --record") from None  # fmt: skip
         if head != self._head:
             raise UsageError(f"{self.partial} holds partial results of another recording", "choose another --record, or delete that file")
         self._kept = kept[:-1]

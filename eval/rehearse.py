@@ -25,6 +25,7 @@ from gemq.eval.records import file_sha256, read_records
 from gemq.eval.scores import Verdict, judge_efficient_gemma, judge_lowbarena
 from gemq.eval.target import Target
 from gemq.eval.workloads import Load, Prompt, Workload, find_workload, prompts_for, read_prompts, tokenized
+from gemq.output_paths import require_separate
 
 ARENAS = ("efficient-gemma", "lowbarena")
 REFERENCE_PPL = 2.302  # Efficient Gemma's published reference on its own records
@@ -263,10 +264,8 @@ def run(job: Rehearsal, output_dir: Path) -> tuple[Verdict, list[str]]:
     """
     require(job)
     atomic.require_absent(output_dir)
-    job.folder = atomic.partial_of(output_dir)
-    with atomic.disk_errors(job.folder):
-        job.folder.mkdir(parents=True, exist_ok=True)
-    with atomic.locked(job.folder):
+    require_separate(output_dir, job.target.directory, job.target.checkpoint)
+    with atomic.resumable_directory(output_dir, "key.json") as job.folder:
         _require_same(job)
         try:
             _run_stages(job)
@@ -278,14 +277,14 @@ def run(job: Rehearsal, output_dir: Path) -> tuple[Verdict, list[str]]:
         document = {"kind": "rehearsal", **verdict.to_json(), "not_enforced": open_points, "stages": list(job.found), "key": job.key()}
         with atomic.disk_errors(job.folder):
             atomic.write_file(job.folder / "verdict.json", json.dumps(document, indent=2, allow_nan=False) + "\n")
-        (job.folder / "key.json").unlink()
         atomic.publish(job.folder, output_dir)
+        (output_dir / "key.json").unlink()  # not before: what is kept counts by it alone
     return verdict, open_points
 
 
 def _require_same(job: Rehearsal) -> None:
     file, text = job.folder / "key.json", json.dumps(job.key(), sort_keys=True)
-    if file.exists() and file.read_text(encoding="utf-8") != text:
+    if file.exists() and file.read_bytes() != text.encode():
         raise UsageError(f"{job.folder} holds stages of another rehearsal", "choose another --output, or delete that directory")
     atomic.write_file(file, text)
 

@@ -18,10 +18,12 @@ from typing import Protocol
 from gemq import output
 from gemq.errors import IntegrityError, Interrupted, StoppedSafely, UsageError
 from gemq.eval.endpoint import Endpoint
+from gemq.eval.local import LocalCheckpoint
 from gemq.eval.plan import Judged, Plan
 from gemq.eval.recorded import Recorded, Recording
 from gemq.eval.records import Record
 from gemq.eval.statistics import Estimate, cluster_mean
+from gemq.output_paths import require_separate
 
 TOP = 20  # vLLM's own limit unless --max-logprobs raises it
 _LEAST = 1e-9  # what rounding may leave of the rest's probability
@@ -113,6 +115,7 @@ def record_distributions(plan: Plan, file: Path, top: int, data_sha256: str, dev
     Raises StoppedSafely or Interrupted with what is kept, and as Connection.distributions does.
     """
     side = plan.target
+    require_separate(file, side.directory if isinstance(side, LocalCheckpoint) else None, option="--record")
     model = side.model if isinstance(side, Endpoint) else side.name
     recording = Recording(file, {"model": model, "data_sha256": data_sha256, "top": top, "records": len(plan.records),
                                  "dtype": "served" if isinstance(side, Endpoint) else dtype})  # fmt: skip

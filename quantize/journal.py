@@ -2,6 +2,7 @@
 
 `OUT.partial/checkpoint` is the checkpoint as far as it is written, `OUT.partial/journal.json` says which parts of it count, with a digest
 of their bytes. A part counts only if its bytes still have that digest: a journal that is damaged, or bytes that changed, cost work, never truth.
+A directory without gemq's record (`atomic.claim`) and without a sound journal is not gemq's, and is refused.
 The digest is XXH3's of 128 bits: six times as fast as SHA-256, and against accidents, which is all that can be asked of a file in the same folder.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +18,14 @@ from typing import Any, Literal
 
 import xxhash
 
-from gemq.atomic import write_file
+from gemq import atomic
 from gemq.errors import UsageError
 from gemq.output import note, warn
 from gemq.shards import ShardWriter
 
 Resume = Literal["auto", "required", "never"]
-_FILE = "journal.json"
+_FILE, _CHECKPOINT = "journal.json", "checkpoint"
+_KIND = "quantize"
 _VERSION = 2
 _PIECE_BYTES = 64 << 20
 
@@ -57,7 +59,7 @@ class Journal:
     def save(self) -> None:
         """Write the journal, with a digest over itself."""
         body = {"version": _VERSION, "job": self.job, "parts": self.parts, "reports": dict(self.reports)}  # a copy: another thread may add to it
-        write_file(self.path, json.dumps({"sha256": hashlib.sha256(canonical(body)).hexdigest(), "body": body}, indent=1) + "\n")
+        atomic.write_file(self.path, json.dumps({"sha256": hashlib.sha256(canonical(body)).hexdigest(), "body": body}, indent=1) + "\n")
 
     def finish(self, part: str, writer: ShardWriter, names: list[str]) -> None:
         """Record that the tensors `names` are written; their bytes reach the disk before the record does."""
@@ -82,11 +84,13 @@ def is_fresh(partial: Path, resume: Resume) -> bool:
 
 
 def open_journal(partial: Path, job: dict[str, Any], resume: Resume, *, save: bool = True) -> Journal:
-    """The journal of `job` in `partial`, with what an earlier run finished; raises UsageError where `resume` forbids going on or starting.
+    """The journal of `job` in `partial`, with what an earlier run finished.
 
+    Raises UsageError where `resume` forbids going on or starting, and where nothing shows that gemq made what is in `partial`.
     save: whether a fresh journal is written now; else `job` may still be completed, until the first part is recorded.
     """
     path = partial / _FILE
+    atomic.require_own(partial, _KIND, proven=_is_sound(path))
     found = None if resume == "never" else _read(path)
     if found is not None and found["job"] != job:
         changed = sorted(key for key in {*found["job"], *job} if found["job"].get(key) != job.get(key))
@@ -97,31 +101,53 @@ def open_journal(partial: Path, job: dict[str, Any], resume: Resume, *, save: bo
     if found is None and resume == "required":
         raise UsageError(f"{partial} holds no unfinished quantization", "leave out --resume required")
     if found is None:
-        if partial.exists():
-            shutil.rmtree(partial)
-        (partial / "checkpoint").mkdir(parents=True)
+        discard(partial)
+        atomic.claim(partial, _KIND)
+        (partial / _CHECKPOINT).mkdir()
         journal = Journal(path, job)
         if save:
             journal.save()
         return journal
     note(f"going on with {partial}: {len(found['parts'])} finished parts")
-    (partial / "checkpoint").mkdir(exist_ok=True)
+    (partial / _CHECKPOINT).mkdir(exist_ok=True)
+    for file in (partial / _CHECKPOINT).rglob("*"):
+        if not file.is_symlink():
+            os.chmod(file, file.stat().st_mode | 0o200)  # sealing, if the earlier run came so far, made files read-only
     return Journal(path, job, found["parts"], found["reports"])
+
+
+def discard(partial: Path) -> None:
+    """Delete an unfinished or published quantization's own files in `partial`, and `partial` if nothing else is in it."""
+    atomic.discard(partial, _CHECKPOINT, _FILE)
+
+
+def _body(path: Path) -> dict[str, Any]:
+    """The body of a journal of any version; raises OSError, or one of the errors of a damaged file."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    body = data["body"]
+    if hashlib.sha256(canonical(body)).hexdigest() != data["sha256"]:
+        raise ValueError("it does not have the digest that it names")
+    if not isinstance(body, dict) or "version" not in body:
+        raise ValueError("it has no version")
+    return body
+
+
+def _is_sound(path: Path) -> bool:
+    try:
+        return bool(_body(path))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        body = data["body"]
-        if hashlib.sha256(canonical(body)).hexdigest() != data["sha256"]:
-            raise ValueError("its digest is not its own")
-        written_by = body["version"]
+        body = _body(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         warn(f"{path} is damaged ({error}): starting over")
         return None
-    if written_by != _VERSION:
+    if body["version"] != _VERSION:
         raise UsageError(f"{path.parent} holds an unfinished quantization of another version of gemq",
                          "finish it with that one, give --resume never to discard it, or another --output")  # fmt: skip
-    return dict(body)
+    return body

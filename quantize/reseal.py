@@ -1,4 +1,4 @@
-"""A new checkpoint that shares a sealed one's files and tells more of them."""
+"""A new checkpoint that shares a sealed one's files and has other reports on them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gemq import atomic
 from gemq.errors import UsageError
+from gemq.output_paths import require_separate
 from gemq.quantize.seal import SealedFile, put_seal
 
 
@@ -17,7 +18,8 @@ def reseal(checkpoint: Path, to: Path, kept: list[SealedFile], made: dict[str, b
     Returns the seal's digest. Raises UsageError where there is no directory to write into.
     """
     if not to.parent.is_dir():
-        raise UsageError(f"{to.parent} is no directory to write {to.name} into", "choose another --output, or make that directory")
+        raise UsageError(f"{to.parent} is not a directory to write {to.name} into", "choose another --output, or make that directory")
+    require_separate(to, checkpoint)
     with atomic.staged_directory(to) as staged:
         for file in kept:
             target = staged / file.path

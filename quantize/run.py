@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,7 @@ from gemq.calibration.media import media_inputs
 from gemq.calibration.sets import CalibrationSet
 from gemq.errors import UsageError
 from gemq.memory import return_freed_memory
+from gemq.output_paths import require_separate
 from gemq.quantize import gptq, smoothing
 from gemq.quantize.card import inherited_fields
 from gemq.quantize.checkpoint import accounts, write_companions
@@ -27,7 +27,7 @@ from gemq.quantize.folds import Folds
 from gemq.quantize.follower import Share
 from gemq.quantize.gpu import budget_of, too_little
 from gemq.quantize.job import Job, identity_of, manifest_of
-from gemq.quantize.journal import Journal, is_fresh, open_journal
+from gemq.quantize.journal import Journal, discard, is_fresh, open_journal
 from gemq.quantize.loading import FiniteCheck
 from gemq.quantize.phases import Phases
 from gemq.quantize.plan import Pair, Stored, Unit, stored_matrices
@@ -71,10 +71,12 @@ def quantize(job: Job, measure: Callable[[Path], list[dict[str, Any]]] | None = 
     """
     started = time.monotonic()
     atomic.require_absent(job.output)
+    require_separate(job.output, job.source.directory)
     partial = atomic.partial_of(job.output)
     atomic.make_parent(job.output)
     return_freed_memory()
     with atomic.locked(partial), atomic.disk_errors(job.output.parent):
+        atomic.require_absent(job.output)  # another process may have published it before it let go of the lock
         run = _Run(job, partial)
         try:
             run.copy_rest()
@@ -87,7 +89,7 @@ def quantize(job: Job, measure: Callable[[Path], list[dict[str, Any]]] | None = 
                 seal = write_seal(run.directory, describe, run.writing.hashes())
                 atomic.write_point("sealed")
                 atomic.publish(run.directory, job.output)
-                shutil.rmtree(partial)
+                discard(partial)
         except torch.OutOfMemoryError as error:
             raise too_little(error, job.gpu_memory_bytes) from None
         finally:
@@ -120,8 +122,9 @@ class _Run:
         atomic.require_space(job.output.parent, int((self.writer.total_bytes - already) * 1.01))
         self.journal: Journal = open_journal(partial, identity, job.resume, save=not later)
         with self.phases("allocate"):
-            self.writer.allocate()
-        atomic.write_point("allocated")
+            changed = self.writer.allocate()
+        if changed and self.journal.parts:
+            output.warn(f"{changed[0]} in {partial} had another size or header than was written: its tensors are checked one by one")
         self.writing = Writing(self.writer, self.journal, self.phases, self._threads, self._know_source if later else None)
         if later:
             pool = ThreadPoolExecutor(1, "source")

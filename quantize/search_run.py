@@ -13,6 +13,7 @@ from gemq.calibration.sets import CalibrationSet, load_calibration
 from gemq.eval.ppl import PplResult, evaluate_ppl
 from gemq.eval.records import file_sha256, read_records
 from gemq.eval.windows import write_records
+from gemq.output_paths import require_separate
 from gemq.quantize.budget import Budget, Objective
 from gemq.quantize.card import summary
 from gemq.quantize.decisions import decisions_of, require_useful, search_plan
@@ -97,6 +98,7 @@ def run_search(
 ) -> Found:
     """The fastest mix within `budget`, published at the job's output; raises as `Search.run` does, and UsageError for data that was fitted to."""
     assert job.calibration is not None
+    require_separate(state, job.source.directory, option="--search-state")
     atomic.make_parent(state)
     state.mkdir(exist_ok=True)
     with atomic.locked(state), atomic.disk_errors(state):

@@ -43,6 +43,19 @@ class _Part:
         return all(write.done() and not write.cancelled() and write.exception() is None for write in self.writes)
 
 
+@dataclass(frozen=True)
+class _Span:
+    """What of a tensor a write changes: so many rows, columns or bytes from `first` on; all of it without an `axis`."""
+
+    axis: str = ""
+    first: int = 0
+    count: int = 0
+
+    def overlaps(self, other: _Span) -> bool:
+        apart = self.first + self.count <= other.first or other.first + other.count <= self.first
+        return not (self.axis and self.axis == other.axis and apart)
+
+
 class Writing:
     """Writes tensors by `writer` and records finished parts in `journal`, in `threads` threads, or at once with 0 of them.
 
@@ -61,7 +74,7 @@ class Writing:
         self._digests = ThreadPoolExecutor(max(1, threads), "digest")
         self._digested = ThreadPoolExecutor(max(1, threads), "part")
         self._open: list[Future[None]] = []  # writes of the part at hand
-        self._last: dict[str, Future[None]] = {}  # and the last one of each whole tensor
+        self._unfinished: dict[str, list[tuple[_Span, Future[None]]]] = {}  # by tensor, in the order in which they were asked for
         self._records: list[Future[None]] = []
         self._parts: deque[_Part] = deque()
         self._room, self._waiting_bytes = Condition(), 0
@@ -71,25 +84,16 @@ class Writing:
         self._hashes: dict[Path, Future[Hashed | str]] = {}
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Put `tensor` in its place, after whatever was put there before."""
-        before = self._last.get(name)
-
-        def write(held: torch.Tensor) -> None:
-            if before is not None:
-                before.result()  # it was submitted first, so a thread has it already
-            self.writer.write(name, held)
-
-        future = self._put(tensor, write)
-        if future is not None:
-            self._last[name] = future
+        """Put `tensor` in its place. Of writes that overlap, in this call or the next ones, the later one stays."""
+        self._put(name, _Span(), tensor, lambda held: self.writer.write(name, held))
 
     def write_rows(self, name: str, first: int, rows: torch.Tensor) -> None:
         """Put `rows` at row `first` of `name`."""
-        self._put(rows, lambda held: self.writer.write_rows(name, first, held))
+        self._put(name, _Span("rows", first, rows.shape[0]), rows, lambda held: self.writer.write_rows(name, first, held))
 
     def write_columns(self, name: str, first: int, columns: torch.Tensor) -> None:
         """Put `columns` at column `first` of `name`."""
-        self._put(columns, lambda held: self.writer.write_columns(name, first, held))
+        self._put(name, _Span("columns", first, columns.shape[1]), columns, lambda held: self.writer.write_columns(name, first, held))
 
     def copy(self, reader: ShardReader, name: str, done: Callable[[], None]) -> None:
         """Copy a tensor byte for byte from `reader`."""
@@ -98,9 +102,10 @@ class Writing:
             done()
             return
         mine = [
-            self._submit(lambda start=start, length=length: self.writer.copy_bytes(reader, name, start, length))  # type: ignore[misc]
+            self._in_order(name, _Span("bytes", start, length),
+                           lambda start=start, length=length: self.writer.copy_bytes(reader, name, start, length))  # type: ignore[misc]
             for start, length in _pieces(reader.info(name).nbytes)
-        ]
+        ]  # fmt: skip
         if reader.info(name).nbytes >= _LONG_BYTES:  # it need not wait for the rest
             self._records.append(self._watcher.submit(self._hash_written, [name], mine))
 
@@ -112,7 +117,7 @@ class Writing:
                 self.journal.finish(part, self.writer, names)
             return
         self._raise_failed()
-        writes, self._open, self._last = self._open, [], {}
+        writes, self._open = self._open, []
         self._parts.append(_Part(part, writes, self._digested.submit(self._digest_written, names, writes), begin))
         self._records.append(self._watcher.submit(self._hash_written, names, writes))
         self._records.append(self._recorder.submit(self._record))
@@ -138,11 +143,11 @@ class Writing:
             if pool is not None:
                 pool.shutdown(cancel_futures=True)
 
-    def _put(self, tensor: torch.Tensor, write: Callable[[torch.Tensor], None]) -> Future[None] | None:
+    def _put(self, name: str, span: _Span, tensor: torch.Tensor, write: Callable[[torch.Tensor], None]) -> None:
         if self._pool is None:
             with self._phases("write"):
                 write(tensor)
-            return None
+            return
         held, ready = tensor.detach(), None
         if tensor.is_cuda:
             held = held.contiguous().to("cpu", non_blocking=True)
@@ -152,16 +157,33 @@ class Writing:
             self._waiting_bytes += held.nbytes
 
         def work() -> None:
-            try:
-                if ready is not None:
-                    ready.synchronize()
-                write(held)
-            finally:
-                with self._room:
-                    self._waiting_bytes -= held.nbytes
-                    self._room.notify_all()
+            if ready is not None:
+                ready.synchronize()
+            write(held)
 
-        return self._submit(work)
+        def release() -> None:
+            with self._room:
+                self._waiting_bytes -= held.nbytes
+                self._room.notify_all()
+
+        self._in_order(name, span, work, release)
+
+    def _in_order(self, name: str, span: _Span, work: Callable[[], None], release: Callable[[], None] | None = None) -> Future[None]:
+        """Do `work`, which writes to `span` of the tensor `name`, after all writes that overlap it and were asked for before; then `release`."""
+        unfinished = [(other, write) for other, write in self._unfinished.get(name, []) if not write.done()]
+        before = [write for other, write in unfinished if other.overlaps(span)]
+
+        def after_those() -> None:
+            try:
+                _wait(before)  # they were submitted first, so threads have them already
+                work()
+            finally:
+                if release is not None:
+                    release()
+
+        future = self._submit(after_those)
+        self._unfinished[name] = [*unfinished, (span, future)]
+        return future
 
     def _submit(self, work: Callable[[], None]) -> Future[None]:
         assert self._pool is not None

@@ -156,12 +156,7 @@ class Journal:
 @contextlib.contextmanager
 def kept_in(output_dir: Path, key: dict[str, Any]) -> Iterator[Journal]:
     """The journal in OUTPUT.partial, held against another process; a stop says what it kept."""
-    atomic.require_absent(output_dir)
-    atomic.make_parent(output_dir)
-    partial = atomic.partial_of(output_dir)
-    with atomic.disk_errors(partial):
-        partial.mkdir(parents=True, exist_ok=True)
-    with atomic.locked(partial):
+    with atomic.resumable_directory(output_dir, JOURNAL) as partial:
         journal = Journal(partial, key)
 
         def stopped() -> str:

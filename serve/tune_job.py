@@ -18,6 +18,7 @@ from gemq.errors import UsageError
 from gemq.eval.target import Target
 from gemq.eval.workloads import Load, Prompt, find_workload, make_text_prompts, make_token_prompts, prompts_for, read_prompts, tokenized
 from gemq.memory import available_bytes
+from gemq.output_paths import require_separate
 from gemq.quantize import seal
 from gemq.serve import lowbarena
 from gemq.serve.engine import EngineFacts, ask_engine
@@ -277,6 +278,7 @@ def tune(prepared: Prepared, options: Options, output_dir: Path, told: Callable[
     """
     if not prepared.search.offered:
         raise UsageError("there is nothing to try: " + "; ".join(_told(prepared.left_out)), "see gemq tune --dry-run, or give other --switch names")
+    require_separate(output_dir, prepared.target.directory, prepared.target.checkpoint)
     with kept_in(output_dir, journal_key(prepared, options)) as journal:
         partial = atomic.partial_of(output_dir)
         servers = Servers(prepared.room, start_with(prepared, options, partial))

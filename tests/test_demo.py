@@ -277,6 +277,65 @@ def test_a_damaged_copy_is_found_and_made_anew_with_a_warning(tiny, monkeypatch,
     assert str(directory) in warnings[0]
 
 
+def test_a_damaged_copy_with_a_users_file_in_it_is_left_alone(tiny):
+    directory = demo.build_demo(tiny)
+    (directory / "notes.txt").write_text("years of work")
+    damage(directory, "missing file")
+    before = sorted(path.name for path in directory.iterdir())
+    with pytest.raises(UsageError, match=r"notes\.txt"):
+        demo.build_demo(tiny)
+    assert sorted(path.name for path in directory.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", [f"{demo.NAME}.partial", f"{demo.NAME}.partial.lock"])
+def test_what_a_user_put_where_the_model_is_built_is_left_alone(tiny, name):
+    (tiny / name).mkdir(parents=True)
+    (tiny / name / "thesis.txt").write_text("years of work")
+    with pytest.raises(UsageError):
+        demo.build_demo(tiny)
+    assert (tiny / name / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("kind", ["a dangling link", "a file", "a folder below a file", "a folder that takes no files"])
+@pytest.mark.parametrize("variable", ["GEMQ_CACHE", "XDG_CACHE_HOME", "HOME"])
+def test_a_cache_that_can_not_be_used_is_a_usage_error_with_a_next_step(tmp_path, monkeypatch, variable, kind):
+    for name in ("GEMQ_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    place = tmp_path / (".cache" if variable == "HOME" else "cache")
+    if kind == "a dangling link":
+        place.symlink_to("nowhere")
+    elif kind == "a file":
+        place.write_text("")
+    elif kind == "a folder below a file":
+        (tmp_path / "file").write_text("")
+        place.symlink_to("file/cache")
+    else:
+        place.symlink_to("/proc/self")
+    monkeypatch.setenv(variable, str(tmp_path if variable == "HOME" else place))
+    with pytest.raises(UsageError) as refused:
+        demo.build_demo()
+    assert "GEMQ_CACHE" in refused.value.next_step
+
+
+def test_a_home_that_nobody_knows_is_a_usage_error(monkeypatch):
+    monkeypatch.setenv("GEMQ_CACHE", "~nobody-of-this-name/cache")
+    with pytest.raises(UsageError):
+        demo.build_demo()
+
+
+def test_a_cache_that_can_only_be_read_will_do(tiny, monkeypatch):
+    directory = demo.build_demo(tiny)
+
+    def refused(folder: Path) -> None:
+        raise UsageError("the cache can't be used")
+
+    monkeypatch.setattr(demo, "make_cache", refused)
+    assert demo.build_demo(tiny) == directory
+    damage(directory, "flipped byte")
+    with pytest.raises(UsageError):
+        demo.build_demo(tiny)
+
+
 def test_a_directory_that_is_not_gemqs_is_left_alone(tiny):
     (tiny / demo.NAME).mkdir(parents=True)
     (tiny / demo.NAME / "thesis.txt").write_text("years of work")

@@ -154,6 +154,50 @@ def test_offline_with_half_a_copy_says_so(resolve_with):
     assert "not wholly" in resolve_with("org/small", HF_HUB_OFFLINE="1").error()
 
 
+SHARDED = {
+    **{name: data for name, data in FILES.items() if name != "model.safetensors"},
+    "model.safetensors.index.json": json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}).encode(),
+    "model-1.safetensors": b"one", "model-2.safetensors": b"two",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("lost", "named"), [
+    (["config.json"], "config.json"), (["model-2.safetensors"], "model-2.safetensors"), (["model.safetensors.index.json"], "model.safetensors"),
+    (["tokenizer.json", "tokenizer.model"], "tokenizer"), (["model-1.safetensors", "model-2.safetensors"], "model-1.safetensors, model-2"),
+])  # fmt: skip
+def test_a_snapshot_without_a_listing_is_complete_only_if_its_files_prove_it(hub, resolve_with, tmp_path, lost, named):
+    hub.repositories["org/sharded"] = Repository({NEW: SHARDED}, {"main": NEW})
+    directory = resolve_with("org/sharded").directory
+    for listing in [path for path in (tmp_path / "hf").rglob("*") if path.is_file() and path.suffix == ".json" and "snapshots" not in path.parts
+                    and "blobs" not in path.parts]:  # fmt: skip
+        listing.unlink()
+    assert resolve_with("org/sharded", NEW, HF_HUB_OFFLINE="1").directory == directory
+    for name in lost:
+        (directory / name).unlink()
+    for revision in ([], [NEW]):
+        assert named in resolve_with("org/sharded", *revision, HF_HUB_OFFLINE="1").error()
+    assert resolve_with("org/sharded", NEW).directory == directory
+    assert all((directory / name).is_file() for name in lost)
+
+
+def test_a_damaged_index_in_the_cache_is_refused_offline(hub, resolve_with, tmp_path):
+    hub.repositories["org/sharded"] = Repository({NEW: SHARDED}, {"main": NEW})
+    index = resolve_with("org/sharded").directory / "model.safetensors.index.json"
+    index.unlink()
+    index.write_text("{")
+    assert index.name in resolve_with("org/sharded", HF_HUB_OFFLINE="1").error()
+
+
+@pytest.mark.parametrize("kind", ["a dangling link", "a file"])
+@pytest.mark.parametrize("variable", ["HF_HOME", "HF_HUB_CACHE"])
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_a_hub_cache_that_can_not_be_used_is_a_usage_error(resolve_with, tmp_path, variable, kind, offline):
+    place = tmp_path / "place"
+    place.symlink_to("nowhere") if kind == "a dangling link" else place.write_text("")
+    error = resolve_with("org/small", **{variable: str(place), "HF_HUB_OFFLINE": offline}).error()
+    assert "HF_HOME" in error
+
+
 def test_an_unreachable_hub_is_named_without_its_password(resolve_with):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import gemq
 from gemq import atomic, output
-from gemq.errors import UsageError
 from gemq.eval.report import quality, running, style
 from gemq.eval.report.collect import Material, collect
 from gemq.eval.report.page import html_page
 from gemq.eval.report.tables import Missing, Section, number
-from gemq.quantize.seal import SEAL_FILE
+from gemq.output_paths import require_separate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +32,7 @@ def report(directory: Path, target: Path) -> dict[str, Any]:
     Raises UsageError where there is nothing to tell of, matplotlib is missing, or `target` would lie inside a sealed checkpoint.
     """
     style.require_matplotlib()
-    require_outside_seals(target)
+    require_separate(target)
     atomic.require_absent(target)
     material = collect(directory)
     sections: list[Section] = []
@@ -70,14 +69,6 @@ def verdicts(material: Material) -> list[tuple[str, bool]]:
             found.append((f"{one.name} at {one.verdict.get('arena')}: {kept} of {len(gates)} gates kept, score {number(one.verdict.get('score'))}",
                           kept == len(gates)))
     return found
-
-
-def require_outside_seals(target: Path) -> None:
-    """Refuse an output inside a sealed checkpoint, whose seal allows no further file."""
-    for parent in target.resolve().parents:
-        if (parent / SEAL_FILE).exists():
-            raise UsageError(f"output {target} lies in the sealed checkpoint {parent.name}, where one more file breaks the seal",
-                             "choose an --output outside of it")
 
 
 def publish(target: Path, title: str, opening: Sequence[str], judged: Sequence[tuple[str, bool]], sections: Sequence[Section],

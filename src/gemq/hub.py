@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.md", "LICENSE*", "NOTICE*"]
 # copies for other programs: in folders (onnx/, original/), or one file in Mistral's own layout
 UNWANTED = ["*/*", "consolidated*.safetensors"]
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REVISION = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][\w./+@-]*", re.ASCII)
 _TIMEOUT_S = 30
@@ -43,14 +44,47 @@ def fetch(model: str, revision: str | None = None) -> tuple[Path, str]:
     pinned = revision is not None and _COMMIT.fullmatch(revision) is not None
     if pinned or is_offline_mode():
         cached = _cached(model, revision)
-        if cached is not None:
-            return _whole(model, cached)
+        missing = [] if cached is None else missing_files(cached)
+        if cached is not None and not missing:
+            return cached.resolve(), cached.name
         if is_offline_mode():
             wanted = f"{model} at {revision}" if revision else model
-            raise UsageError(f"{wanted} is not (or not wholly) in the Hub's cache, and HF_HUB_OFFLINE forbids to fetch it",
+            lacks = f"; missing: {', '.join(missing[:5])}" + (", …" if len(missing) > 5 else "") if missing else ""
+            raise UsageError(f"{wanted} is not (or not wholly) in the Hub's cache{lacks}, and HF_HUB_OFFLINE forbids to fetch it",
                              "unset HF_HUB_OFFLINE once to fetch it, or point HF_HOME to the cache that holds it")
+    _require_cache()
     with _in_words(model, revision):
-        return _whole(model, _download(model, revision))
+        directory = _download(model, revision)
+    missing = missing_files(directory, tokenizer=False)  # what the Hub doesn't have is not missing here
+    if missing:
+        raise UsageError(f"{model} at {directory.name[:12]} is not complete: {missing[0]} is on the list of its weights, and is not there",
+                         "choose another --revision, or tell the model's owner")
+    return directory.resolve(), directory.name
+
+
+def missing_files(directory: Path, *, tokenizer: bool = True) -> list[str]:
+    """Which of the files that every model needs a snapshot lacks: config.json, every shard that its index names, and a tokenizer."""
+    from gemq.shards import INDEX_FILE, SINGLE_FILE  # with torch, which takes a second
+
+    missing = [] if (directory / "config.json").is_file() else ["config.json"]
+    index = directory / INDEX_FILE
+    if index.exists():
+        try:
+            shards = sorted(set(map(str, json.loads(index.read_bytes())["weight_map"].values())))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            missing.append(f"{INDEX_FILE} that can be read")
+            shards = []
+        missing += [name for name in shards if not (directory / name).is_file()]
+    elif not (directory / SINGLE_FILE).is_file():
+        missing.append(f"{SINGLE_FILE} or {INDEX_FILE}")
+    if tokenizer and not any((directory / name).is_file() for name in _TOKENIZERS):
+        missing.append(f"a tokenizer ({_TOKENIZERS[0]} or {_TOKENIZERS[1]})")
+    return missing
+
+
+def _require_cache() -> None:
+    """Raise UsageError where the Hub's cache can't be written into."""
+    atomic.make_cache(Path(_cache_directory()), "the Hub's cache", "set HF_HOME to a directory that you may write to, or repair that one")
 
 
 def _cached(model: str, revision: str | None) -> Path | None:
@@ -63,6 +97,10 @@ def _cached(model: str, revision: str | None) -> Path | None:
         return None
     except HFValidationError as error:
         raise _bad_name(model, error) from None
+    except OSError as error:
+        folder = Path(_cache_directory())
+        raise UsageError(f"the Hub's cache {folder} can't be read: {atomic.why_no_directory(folder, error)}",
+                         "set HF_HOME to a directory that you may read, or repair that one") from None
 
 
 def _download(model: str, revision: str | None) -> Path:
@@ -105,13 +143,6 @@ def _check_files(model: str, info: ModelInfo) -> int:
         raise UsageError(f"{model} on the Hub has no safetensors, and gemq loads no other weights (pickles can run code)",
                          "choose a model with safetensors, or convert it first and give gemq the directory")
     return sum(sizes[name] for name in wanted)
-
-
-def _whole(model: str, directory: Path) -> tuple[Path, str]:
-    if not (directory / "config.json").is_file():
-        raise UsageError(f"the Hub's cache of {model} at {directory.name[:12]} has no config.json: it is not whole",
-                         "unset HF_HUB_OFFLINE to fetch what is missing, or remove that directory from the cache")
-    return directory.resolve(), directory.name
 
 
 def _progress_class() -> type[Any]:

@@ -20,6 +20,7 @@ from threading import Lock, local
 
 import torch
 
+from gemq.atomic import sync_path, write_point
 from gemq.errors import IntegrityError, UsageError
 from gemq.positioned import BESIDE_BYTES, begin_writeback, bytes_of, pieces, read_at, write_at
 
@@ -308,14 +309,28 @@ class ShardWriter:
         """Bytes of all shards, headers included."""
         return sum(self._sizes.values())
 
-    def allocate(self) -> None:
-        """Create the shards at full size, so that a full disk shows now. Shards that have their size are left as they are."""
+    def allocate(self) -> list[str]:
+        """Make every shard have its size and its header, on the disk when this returns; a full disk shows now.
+
+        What tensors an earlier process wrote stay. Returns the names of shards that were there and had another size or header.
+        """
+        changed = []
         for path, size in self._sizes.items():
-            if path.exists() and path.stat().st_size == size:
-                continue
-            with open(path, "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, size)
-                file.write(self._headers[path])
+            was_there, header = path.exists(), self._headers[path]
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                if os.fstat(descriptor).st_size != size or os.pread(descriptor, len(header), 0) != header:
+                    changed += [path.name] if was_there else []
+                    os.ftruncate(descriptor, size)
+                    os.posix_fallocate(descriptor, 0, size)
+                    write_point(f"sized:{path.name}")
+                    write_at(descriptor, 0, memoryview(header))
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_path(self.directory)
+        write_point("allocated")
+        return changed
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Put `tensor` in its place; raises ValueError if its dtype or shape is not the planned one."""

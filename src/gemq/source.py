@@ -42,7 +42,10 @@ class Source:
 
 def default_name(model: str, recipe: str) -> str:
     """What the outputs for `model` and `recipe` are called where no name is given: so a search's state is found again by either command."""
-    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(model).name) or 'model'}-{recipe}"
+    name = Path(model).name
+    if name in ("", ".."):  # ".", "..", "../..": the directory's own name
+        name = Path(model).resolve().name
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name) or 'model'}-{recipe}"
 
 
 def resolve(model: str = DEFAULT_MODEL, revision: str | None = None) -> Source:

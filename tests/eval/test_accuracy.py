@@ -142,8 +142,9 @@ def test_an_endpoint_that_dies_half_way(run: Run, sums: Path, tmp_path: Path, mo
         assert not file.exists()
         other = run(*arguments[:3], "--shots", 3, *arguments[5:])
         assert isinstance(other.exception, UsageError)
-        (tmp_path / "config.json").write_text("{}")
-        other = run(*arguments, "--checkpoint", tmp_path)
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "config.json").write_text("{}")
+        other = run(*arguments, "--checkpoint", tmp_path / "other")
         assert isinstance(other.exception, UsageError)
         assert "other questions" in str(other.exception)
         server.dies_after = None

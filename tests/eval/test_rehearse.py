@@ -16,6 +16,7 @@ import pytest
 from click.testing import Result
 from small import random_records, write_records
 
+from gemq import atomic
 from gemq.commands import rehearse as commands
 from gemq.errors import IntegrityError, OverBudgetError, StoppedSafely, UsageError
 from gemq.eval import isolation
@@ -80,6 +81,7 @@ def test_efficient_gemma(run: Run, source: Path, records: Path, tmp_path: Path) 
     # judged again from its stages, as if stopped before the verdict, against a better reference's perplexity: no server is started
     again = tmp_path / "again"
     kept = shutil.copytree(out, tmp_path / "again.partial")
+    atomic.claim(kept, "key.json")
     (kept / "06-reference-ppl.json").unlink()
     (kept / "07-greedy.json").rename(kept / "06-greedy.json")
     shutil.rmtree(mine / "model")

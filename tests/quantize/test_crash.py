@@ -6,14 +6,17 @@ import errno
 import hashlib
 import json
 import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from tests.models.gemma3 import build_gemma3_text
-from tests.quantize.crash_child import Ended, limit_file_size, run_child
+from tests.quantize.crash_child import Ended, limit_file_size, obey_modes, run_child, wait_in_the_middle
 from tests.quantize.small_jobs import make_job, run_job
 
 from gemq import atomic
@@ -25,7 +28,8 @@ from gemq.quantize.seal import check_seal
 RECIPE = "w4a16-g32"
 # (write point, its occurrence): every kind of instant between two changes on disk
 POINTS = [
-    ("file-staged:journal.json", 1), ("file-written:journal.json", 1), ("allocated", 1), ("copied", 1), ("file-staged:journal.json", 2),
+    ("file-staged:gemq-partial.json", 1), ("file-written:gemq-partial.json", 1), ("file-staged:journal.json", 1),
+    ("file-written:journal.json", 1), ("sized:model.safetensors", 1), ("allocated", 1), ("copied", 1), ("file-staged:journal.json", 2),
     ("file-written:journal.json", 2), ("written:layers.0.self_attn.qkv_proj", 1), ("written:layers.0.mlp.down_proj", 1), ("solved:layer 0", 1),
     ("file-written:journal.json", 3), ("written:layers.1.self_attn.o_proj", 1), ("solved:layer 1", 1), ("file-written:journal.json", 4),
     ("companions-copied", 1), ("file-staged:config.json", 1), ("file-written:recipe.yaml", 1), ("file-written:gemq.json", 1), ("modes-set", 1),
@@ -161,6 +165,83 @@ def test_resume_required_needs_a_run_and_resume_never_discards_one(source, undis
     again = child(source, out, resume="never")
     assert again.seal == undisturbed
     assert "going on" not in again.stderr
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+@pytest.mark.parametrize("name", ["a folder", "a folder with a damaged journal", "a file", "a link"])
+def test_what_gemq_did_not_make_at_the_place_of_the_partial_directory_is_refused_and_kept(source, tmp_path, resume, name):
+    place, mine = tmp_path / "out.partial", tmp_path / "mine"
+    (mine / "checkpoint").mkdir(parents=True)
+    (mine / "checkpoint" / "thesis.txt").write_text("years of work")
+    if name == "a folder with a damaged journal":
+        (mine / "journal.json").write_text('{"sha256": "", "body": {"version": 2}}')
+    if name == "a file":
+        place.write_text("years of work")
+    elif name == "a link":
+        place.symlink_to(mine)
+    else:
+        mine.rename(place)
+    before = sorted((str(path), path.is_file() and path.read_bytes()) for path in tmp_path.rglob("*"))
+    with pytest.raises(UsageError) as refused:
+        run_job(source, tmp_path / "out", RECIPE, resume=resume)
+    assert "another --output" in refused.value.next_step
+    assert sorted((str(path), path.is_file() and path.read_bytes()) for path in tmp_path.rglob("*")) == before
+
+
+def test_a_file_of_the_user_in_the_partial_directory_outlives_the_run(source, undisturbed, tmp_path):
+    out = tmp_path / "out"
+    assert child(source, out, "solved:layer 1").code == -9
+    (atomic.partial_of(out) / "notes.txt").write_text("mine")
+    assert child(source, out, resume="never").seal == undisturbed
+    assert (atomic.partial_of(out) / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("damage", ["zeros", "another shard's", "cut"])
+def test_a_shard_s_header_or_size_that_was_lost_is_written_again(source, undisturbed, tmp_path, damage):
+    out = tmp_path / "out"
+    assert child(source, out, "solved:layer 1").code == -9
+    shard = atomic.partial_of(out) / "checkpoint" / "model.safetensors"
+    raw = bytearray(shard.read_bytes())
+    length = 8 + int.from_bytes(raw[:8], "little")
+    if damage == "zeros":
+        raw[:length] = bytes(length)
+    elif damage == "another shard's":
+        raw[:length] = raw[:length].replace(b"BF16", b"F16 ")
+    else:
+        del raw[len(raw) // 2 :]
+    shard.write_bytes(raw)
+    again = child(source, out)
+    assert again.seal == undisturbed
+    assert "header" in again.stderr
+    assert check_seal(out) == []
+
+
+def test_a_user_without_root_s_powers_goes_on_from_files_that_were_made_read_only(source, undisturbed, tmp_path):
+    out = tmp_path / "out"
+    assert child(source, out, "modes-set").code == -9
+    again = child(source, out, before=obey_modes)
+    assert again.code == 0, again.stderr
+    assert again.seal == undisturbed
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "required"])
+def test_refused_attempts_leave_a_live_run_alone(source, undisturbed, tmp_path, resume):
+    """The run waits in the middle until two more processes were refused; then it ends as if nothing had been."""
+    out = tmp_path / "out"
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    ended: list[Ended] = []
+    running = threading.Thread(target=lambda: ended.append(child(source, out, before=partial(wait_in_the_middle, str(marks)))))
+    running.start()
+    while not (marks / "waiting").exists():
+        assert running.is_alive()
+        time.sleep(0.05)
+    refused = [child(source, spelled, resume=resume) for spelled in (out, tmp_path / "marks" / ".." / "out")]
+    (marks / "go").touch()
+    running.join()
+    assert [(one.code, "another gemq is building" in one.stderr) for one in refused] == [(2, True)] * 2
+    assert ended[0].seal == undisturbed, ended[0].stderr
+    assert not (tmp_path / "out.partial.lock").exists()
 
 
 def test_two_runs_cannot_build_one_output(source, tmp_path):

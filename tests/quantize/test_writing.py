@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from tests.quantize.small_jobs import make_job
+from tests.quantize.small_jobs import make_job, run_job
 
 from gemq import shards as shards_room
 from gemq.positioned import begin_writeback
@@ -16,7 +16,9 @@ from gemq.quantize import run as quantize_run
 from gemq.quantize import writing as under_test
 from gemq.quantize.journal import open_journal
 from gemq.quantize.phases import Phases
+from gemq.quantize.seal import sha256_of
 from gemq.quantize.writing import ReadAhead, Writing
+from gemq.recipes.model import parse_recipe
 from gemq.shards import ShardWriter, TensorSpec
 
 
@@ -47,6 +49,99 @@ def test_of_two_writes_to_one_tensor_the_later_one_stays(tmp_path):
     assert torch.equal(shards.read("a"), torch.full((1000, 1000), 19.0))
     assert writing.hashes()["model.safetensors"].size == shards.total_bytes
     writing.close()
+
+
+@pytest.mark.parametrize("first", ["write", "write_rows", "write_columns", "copy"])
+@pytest.mark.parametrize("second", ["write", "write_rows", "write_columns"])
+@pytest.mark.parametrize("apart", [False, True], ids=["in one part", "in two parts"])
+def test_a_write_that_stalls_does_not_win_over_a_later_one(tmp_path, gemma3, monkeypatch, first, second, apart):
+    reader = make_job(gemma3, gemma3.parent / "never").reader
+    name = "model.layers.0.mlp.up_proj.weight"
+    shape = reader.info(name).shape
+    shards = ShardWriter(tmp_path / "out" / "checkpoint", [TensorSpec(name, "BF16", shape)])
+    journal = open_journal(tmp_path / "out", {}, "auto")
+    shards.allocate()
+    plain, calls = shards_room.write_at, []
+
+    def stalled(descriptor, offset, view):
+        calls.append(offset)
+        if len(calls) == 1:
+            time.sleep(0.5)
+        plain(descriptor, offset, view)
+
+    monkeypatch.setattr(shards_room, "write_at", stalled)
+    writing = Writing(shards, journal, Phases(), 4)
+
+    def put(how, value):
+        tensor = torch.full(shape, value, dtype=torch.bfloat16)
+        if how == "copy":
+            writing.copy(reader, name, lambda: None)
+        elif how == "write":
+            writing.write(name, tensor)
+        elif how == "write_rows":
+            writing.write_rows(name, 0, tensor)
+        else:
+            for start in (0, shape[1] // 2):  # as one matrix's columns come: in pieces
+                writing.write_columns(name, start, tensor[:, : shape[1] // 2])
+
+    put(first, 1.0)
+    if apart:
+        writing.finish("first", [name], lambda: None)
+    put(second, 2.0)
+    writing.finish("all", [name], lambda: None)
+    writing.drain()
+    written = torch.full(shape, 2.0, dtype=torch.bfloat16)
+    assert torch.equal(shards.read(name), written)
+    shards.write(name, written)
+    assert journal.holds("all", shards, [name])
+    if not apart:
+        assert writing.hashes()["model.safetensors"] == sha256_of(shards.tensors[name].path)
+    writing.close()
+
+
+def test_a_failed_write_ends_the_run_and_leaves_nobody_waiting(tmp_path, monkeypatch):
+    monkeypatch.setattr(under_test, "_WAITING_BYTES", 1000)
+    shards = ShardWriter(tmp_path / "out" / "checkpoint", [TensorSpec("a", "F32", (1000,))])
+    journal = open_journal(tmp_path / "out", {}, "auto")
+    shards.allocate()
+
+    def full(descriptor, offset, view):
+        time.sleep(0.05)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shards_room, "write_at", full)
+    writing = Writing(shards, journal, Phases(), 2)
+
+    def keep_writing():
+        for _ in range(50):
+            writing.write("a", torch.zeros(1000))
+        writing.drain()
+
+    with pytest.raises(OSError, match="No space left"):
+        keep_writing()
+    writing.close()
+
+
+def test_a_tuned_run_whose_first_writes_stall_has_the_bytes_of_one_at_once(gemma3, tmp_path, monkeypatch):
+    recipe = parse_recipe(
+        "version: 1\nname: tuned\nsummary: t\nmethod: rtn\ntuning: {iterations: 3, learning_rate: 0.05}\nrules:\n  - match: [decoder]\n"
+        "    scheme: {weights: {num_bits: 4, strategy: group, group_size: 32}}\n", "here",
+    )  # fmt: skip
+    whole = run_job(gemma3, tmp_path / "whole", recipe)
+    assert any(unit["layer_tuning"]["kept"] for unit in whole.manifest["units"].values())
+    plain, seen, lock = shards_room.write_at, set(), threading.Lock()
+
+    def stalled(descriptor, offset, view):
+        with lock:
+            first = offset not in seen
+            seen.add(offset)
+        if first and len(view) < 1 << 20:
+            time.sleep(0.02)
+        plain(descriptor, offset, view)
+
+    monkeypatch.setattr(shards_room, "write_at", stalled)
+    monkeypatch.setattr(quantize_run, "threads_for", lambda device: 4)
+    assert run_job(gemma3, tmp_path / "stalled", recipe).seal == whole.seal
 
 
 def test_a_long_copy_is_sent_to_the_disk_as_it_goes(tmp_path, gemma3, monkeypatch):

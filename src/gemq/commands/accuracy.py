@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -12,6 +13,7 @@ import typer
 
 from gemq import atomic, output
 from gemq.errors import OverBudgetError, UsageError
+from gemq.output_paths import require_separate
 
 
 def eval_accuracy(
@@ -42,19 +44,24 @@ def eval_accuracy(
         raise UsageError("--budget needs a --reference and a number of points", "add --reference SOURCE, and --budget 5 for five points")
     if output_file is not None:
         atomic.require_absent(output_file)
-    from gemq.eval.lm_eval_run import Questions, evaluate_accuracy
+    from gemq.eval.lm_eval_run import KEY_FILE, Questions, evaluate_accuracy
     from gemq.eval.target import Target
 
     for path in (data, shots_from):
         if path is not None and not path.is_file():
             raise UsageError(f"{path} does not exist", "give GSM8K's .jsonl")
-    result = evaluate_accuracy(Target.parse(target, checkpoint), Questions(data, names, shots, shots_from, limit, chat), reference=reference,
-                               in_flight=in_flight, tokenizer=tokenizer, python=python, output_path=output_file)  # fmt: skip
-    document = result.to_json()
-    if output_file is not None:
-        with atomic.disk_errors(output_file):
-            atomic.write_file(output_file, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-        shutil.rmtree(atomic.partial_of(output_file))
+    parsed, questions = Target.parse(target, checkpoint), Questions(data, names, shots, shots_from, limit, chat)
+    with contextlib.ExitStack() as stack:
+        kept = None
+        if output_file is not None:
+            require_separate(output_file, parsed.directory, parsed.checkpoint)
+            kept = stack.enter_context(atomic.resumable_directory(output_file, KEY_FILE))
+        result = evaluate_accuracy(parsed, questions, reference=reference, in_flight=in_flight, tokenizer=tokenizer, python=python, kept=kept)
+        document = result.to_json()
+        if output_file is not None and kept is not None:
+            with atomic.disk_errors(output_file):
+                atomic.write_new_file(output_file, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+            shutil.rmtree(kept)
     rows = []
     for domain in result.domains:
         drop = domain.drop

@@ -11,6 +11,7 @@ import typer
 
 from gemq import atomic, output
 from gemq.errors import IntegrityError, UsageError
+from gemq.output_paths import require_separate
 
 if TYPE_CHECKING:
     from gemq.eval.bench import BenchResult, Times
@@ -102,26 +103,28 @@ def bench(
     for load in chosen.loads:
         if len(sent[load.name]) < load.requests:
             output.note(f"{load.name}: {len(sent[load.name])} prompts were given for {load.requests} requests; each is sent once")
-    with opened.opened(python=python) as (endpoint, pid):
-        with contextlib.ExitStack() as stack:
-            driver = stack.enter_context(opened_client(client, chosen.loads, python))
-            watch = stack.enter_context(MemoryWatch(pid, endpoint.base_url)) if pid is not None else None
-            result, partial = room.run_bench(endpoint, chosen, sent, target=str(target), runs=runs, audited=audit, output_dir=output_dir,
-                                             server_dependencies=opened.dependencies, client=driver, client_kind=client)  # fmt: skip
-        if watch is not None:
-            result.take_memory(watch)
-        if ppl is not None:
-            from gemq.eval.ppl import evaluate_ppl
+    if output_dir is not None:
+        require_separate(output_dir, opened.directory, opened.checkpoint)
+    with atomic.resumable_directory(output_dir, room.JOURNAL) if output_dir is not None else contextlib.nullcontext() as partial:
+        with opened.opened(python=python) as (endpoint, pid):
+            with contextlib.ExitStack() as stack:
+                driver = stack.enter_context(opened_client(client, chosen.loads, python))
+                watch = stack.enter_context(MemoryWatch(pid, endpoint.base_url)) if pid is not None else None
+                result, partial = room.run_bench(endpoint, chosen, sent, target=str(target), runs=runs, audited=audit, partial=partial,
+                                                 server_dependencies=opened.dependencies, client=driver, client_kind=client)  # fmt: skip
+            if watch is not None:
+                result.take_memory(watch)
+            if ppl is not None:
+                from gemq.eval.ppl import evaluate_ppl
 
-            # a server of gemq's own gets another port next time, and its kept scores would not be recognized
-            kept = None if partial is None or pid is not None else partial / "ppl.json"
-            result.ppl = evaluate_ppl(endpoint.name, ppl, records=ppl_records, tokenizer=tokenizer or opened.checkpoint,
-                                      output_path=kept).to_json()  # fmt: skip
-            if kept is not None:
-                atomic.partial_of(kept).unlink(missing_ok=True)
-    if partial is not None:
-        assert output_dir is not None
-        room.write_result(result, partial, output_dir, time.strftime("gemq-%Y%m%dT%H%M%SZ", time.gmtime()))
+                # a server of gemq's own gets another port next time, and its kept scores would not be recognized
+                kept = None if partial is None or pid is not None else partial / "ppl.json"
+                result.ppl = evaluate_ppl(endpoint.name, ppl, records=ppl_records, tokenizer=tokenizer or opened.checkpoint,
+                                          output_path=kept).to_json()  # fmt: skip
+                if kept is not None:
+                    atomic.partial_of(kept).unlink(missing_ok=True)
+        if partial is not None and output_dir is not None:
+            room.write_result(result, partial, output_dir, time.strftime("gemq-%Y%m%dT%H%M%SZ", time.gmtime()))
     closing = _show(result)
     if output_dir is not None:
         closing += f"\nwritten to {output_dir}"

@@ -9,6 +9,7 @@ import typer
 
 from gemq import atomic, output
 from gemq.errors import IntegrityError, UsageError
+from gemq.output_paths import require_separate
 
 _MAX_OWN_BYTES = 64 << 20
 
@@ -29,6 +30,7 @@ def card(
     output.mode.json = output.mode.json or json_output
     if output_directory is not None:
         atomic.require_absent(output_directory)
+        require_separate(output_directory, checkpoint)
     results = [_result(path, checkpoint) for path in measured or []]
     files = seal.read_seal(checkpoint)
     differences = seal.check_seal(checkpoint, fast=output_directory is None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -55,13 +55,18 @@ def _require_bound(records: int | None, budget: float | None) -> None:
         raise UsageError("--budget binds on an upper confidence bound, which a single record does not have", "score at least 2 records")
 
 
-def _show(result: PplResult | KlResult, file: Path | None, closing: str) -> None:
-    """Write and print a result; only then is it held to the budget."""
+def _write(result: PplResult | KlResult, file: Path | None) -> dict[str, Any]:
+    """The result as JSON types, also written to `file`; what was kept of a stopped run is deleted then."""
     document = result.to_json()
     if file is not None:
         with atomic.disk_errors(file):
-            atomic.write_file(file, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+            atomic.write_new_file(file, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
             atomic.partial_of(file).unlink(missing_ok=True)
+    return document
+
+
+def _show(result: PplResult | KlResult, document: dict[str, Any], closing: str) -> None:
+    """Print a result; only then is it compared with the budget."""
     output.table(f"{result.target} on {result.data}, computed in {result.dtype}", _COLUMNS, result.rows())
     output.result(document, closing)
 
@@ -105,15 +110,17 @@ def eval_ppl(
     from gemq.eval.ppl import evaluate_ppl
 
     with_kl = kl and reference is not None and not is_url(target) and not is_url(reference)
-    result = evaluate_ppl(target, data, reference=reference, records=records, skip=skip, length=length, device=device, dtype=dtype,
-                          with_kl=with_kl, tokenizer=tokenizer, output_path=output_file)  # fmt: skip
+    with atomic.held_output(output_file):
+        result = evaluate_ppl(target, data, reference=reference, records=records, skip=skip, length=length, device=device, dtype=dtype,
+                              with_kl=with_kl, tokenizer=tokenizer, output_path=output_file)  # fmt: skip
+        document = _write(result, output_file)
     ratio, closing = result.ratio, ""
     if ratio is not None:
         bound = (
             "no upper bound from a single record" if ratio.upper_95 is None else f"at most {ratio.upper_95 - 1:+.2%} with 95% confidence"
         )
         closing = f"PPL differs from the reference's by {ratio.value - 1:+.2%}, {bound}"
-    _show(result, output_file, closing)
+    _show(result, document, closing)
     if share is not None and ratio is not None:
         upper = "" if ratio.upper_95 is None else f"{ratio.upper_95 - 1:+.2%}"
         _hold(ratio.upper_95, 1 + share, f"PPL may differ from the reference's by {upper} (95% upper bound), --budget allows {share:+.2%}",
@@ -154,17 +161,20 @@ def eval_kl(
         assert record is not None
         if nats is not None or output_file is not None:
             raise UsageError("--record compares nothing, so there is no --budget to keep and no result for --output", "leave them out")
-        count = record_reference(target, data, record, records=records, skip=skip, length=length, device=device, dtype=dtype,
-                                 tokenizer=tokenizer, top=top)  # fmt: skip
+        with atomic.held_output(record):
+            count = record_reference(target, data, record, records=records, skip=skip, length=length, device=device, dtype=dtype,
+                                     tokenizer=tokenizer, top=top)  # fmt: skip
         output.result({"kind": "recorded", "file": str(record), "records": count}, f"{count} records of {target} written to {record}")
         return
-    result = evaluate_kl(target, data, reference=reference, records=records, skip=skip, length=length, device=device, dtype=dtype,
-                         tokenizer=tokenizer, top=top, output_path=output_file)  # fmt: skip
+    with atomic.held_output(output_file):
+        result = evaluate_kl(target, data, reference=reference, records=records, skip=skip, length=length, device=device, dtype=dtype,
+                             tokenizer=tokenizer, top=top, output_path=output_file)  # fmt: skip
+        document = _write(result, output_file)
     closing = "" if result.covered is None else (
         f"a lower bound: compared are the {result.top} likeliest tokens, as far as both tell them; they hold {result.covered:.2%} of the "
         f"reference's probability"
     )
-    _show(result, output_file, closing)
+    _show(result, document, closing)
     if nats is not None:
         upper = "" if result.kl_nats.upper_95 is None else f"{result.kl_nats.upper_95:.4f}"
         _hold(

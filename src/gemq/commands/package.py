@@ -9,6 +9,7 @@ import typer
 
 from gemq import atomic, output
 from gemq.errors import UsageError
+from gemq.output_paths import require_separate
 from gemq.serve.serve import PROFILES
 
 ARENAS = ("efficient-gemma", "lowbarena")
@@ -68,6 +69,7 @@ def package(
     from gemq.serve.wheel import resolve
 
     source = resolve(plugin, arena, directories=arena == lowbarena.ARENA) if plugin is not None else None
+    require_separate(output_directory, checkpoint, source)
     hub = Hub(repo, revision) if repo and revision else None
     read = read_checkpoint(checkpoint)
     numbers = [read_measured(path, read) for path in measured or ()]

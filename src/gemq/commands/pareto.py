@@ -9,6 +9,7 @@ import typer
 
 from gemq import atomic, output
 from gemq.errors import UsageError
+from gemq.output_paths import require_separate
 
 if TYPE_CHECKING:
     from gemq.source import Source
@@ -43,7 +44,7 @@ def pareto(
     """Perplexity against bytes a token: what sensitivities predict, what builds measured, what each step buys; as HTML, PNG and JSON."""
     output.mode.json = output.mode.json or json_output
     from gemq.eval.report.style import require_matplotlib
-    from gemq.eval.report.write import PAGE, require_outside_seals
+    from gemq.eval.report.write import PAGE
 
     require_matplotlib()
     if data is not None and not data.is_file():
@@ -73,9 +74,10 @@ def pareto(
     default = default_name(model, used.name)
     state, target = search_state or Path(f"{default}.search"), output_dir or Path(f"{default}-pareto")
     atomic.require_absent(target)
-    require_outside_seals(target)
     chosen = choose(device)
     source = resolve(model, revision)
+    require_separate(target, source.directory)
+    require_separate(state, source.directory, option="--search-state")
     stored = stored_sensitivities(source, used, state, head=head)
     if stored is None or (named is not None and set(named) != set(stored[2])):
         from gemq.calibration.sets import load_calibration

@@ -75,6 +75,7 @@ def quantize(
 
     from gemq import atomic
     from gemq.memory import import_transformers_alone, let_segments_grow, prefer_large_pages
+    from gemq.output_paths import require_separate
 
     prefer_large_pages()
     let_segments_grow()
@@ -132,6 +133,8 @@ def quantize(
     if gpu_memory is not None and not chosen.startswith("cuda"):
         raise UsageError(f"--gpu-memory {gpu_memory} has nothing to hold to: this runs on the {chosen}", "leave it out, or give --device cuda")
     source = resolve(model, revision)
+    require_separate(target, source.directory)
+    require_separate(search_state or target, source.directory, option="--output" if search_state is None else "--search-state")
     skeleton, reader = load_skeleton(source.directory)
     plan = make_plan(skeleton, used)
     require_pairs(plan)
