@@ -1,0 +1,174 @@
+"""Budget searches: what is published meets the budget when it is measured again, state never changes a result, the impossible exits 3."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from tests.blackbox.command import DONE, INTERRUPTED, OVER_BUDGET, USAGE, Done, Gemq
+from tests.blackbox.files import left_beside, names, read_json, seal_of, tensors_of, tree
+
+
+@pytest.fixture
+def search(gemq: Gemq, source: Path, options: list[str], records: Path):
+    """A search with a budget into `out`, its state beside it."""
+
+    def run(
+        out: str, budget: float | str, *more: str | Path, kind: str = "--kl-budget", state: str = "state", candidates: str = "int4-g32,int8"
+    ) -> Done:
+        measured = [*options[: options.index("--eval-data")], "--eval-data", str(records)]
+        return gemq("quantize", source, *measured, kind, str(budget), "--candidates", candidates, "--search-builds", "2", "--search-state", state,
+                    "--output", out, "--json", *more)  # fmt: skip
+
+    return run
+
+
+def measured_again(gemq: Gemq, out: Path, source: Path, records: Path, budget: str) -> Done:
+    """The checkpoint held to its budget on the records that the search was given."""
+    return gemq("eval-kl", out, "--reference", source, "--data", records, "--budget", budget, "--json")
+
+
+def test_what_a_search_publishes_meets_its_budget_when_it_is_measured_again(gemq, search, source, records, work):
+    done = search("out", 0.02).exited(DONE)
+    assert done.json["seal"] == seal_of(work / "out")
+    again = measured_again(gemq, work / "out", source, records, "0.02").exited(DONE).json
+    assert again["kl_nats"]["upper_95"] <= 0.02
+    gemq("verify", work / "out", "--source", source).exited(DONE)
+    assert left_beside(work / "out") == {"out"}
+    # the same search on the state that it left, and on none, is the same checkpoint
+    search("same", 0.02).exited(DONE)
+    search("fresh", 0.02, state="other-state").exited(DONE)
+    assert seal_of(work / "out") == seal_of(work / "same") == seal_of(work / "fresh")
+
+
+def test_a_perplexity_budget_is_met_when_it_is_measured_again(gemq, search, source, records, work):
+    search("out", "2%", kind="--ppl-budget").exited(DONE)
+    gemq("eval-ppl", work / "out", "--reference", source, "--data", records, "--budget", "2%").exited(DONE)
+
+
+def test_another_head_on_the_same_state_is_measured_against_the_budget_itself(gemq, search, source, records, work):
+    """The int8 head is cheap in KL and the int4 head is not: what is known of a mix under the one says nothing of the other."""
+    for head in ("int8", "int4"):
+        done = search(head, 0.02, "--lm-head", head).exited(DONE, OVER_BUDGET)
+        print(head, done.code)
+        if done.code == OVER_BUDGET:
+            assert left_beside(work / head) == set()
+            continue
+        packed = tensors_of(work / head)["lm_head.weight_packed"].shape
+        assert packed[1] == 128 * int(head.removeprefix("int")) // 32
+        measured_again(gemq, work / head, source, records, "0.02").exited(DONE)
+    search("alone", 0.02, "--lm-head", "int4", state="alone-state").exited(done.code)
+    if done.code == DONE:
+        assert seal_of(work / "int4") == seal_of(work / "alone")
+
+
+def test_other_recipes_and_formats_on_one_state_publish_what_they_publish_alone(gemq, search, source, records, work):
+    search("first", 0.02, "--lm-head", "keep").exited(DONE)
+    for name, more in (("gptq", ("--format", "gptq", "--lm-head", "keep")), ("awq", ("--recipe", "w4a16-awq", "--lm-head", "keep"))):
+        shared = search(name, 0.02, *more).exited(DONE, OVER_BUDGET)
+        alone = search(f"{name}-alone", 0.02, *more, state=f"{name}-state").exited(shared.code)
+        assert left_beside(work / f"{name}-alone") == ({f"{name}-alone"} if alone.code == DONE else set())
+        if shared.code == DONE:
+            assert seal_of(work / name) == seal_of(work / f"{name}-alone")
+
+
+def test_other_candidates_on_one_state_publish_what_they_publish_alone(search, work):
+    search("first", 0.02, candidates="int4-g32,int8").exited(DONE)
+    code = search("second", 0.03, candidates="int4-g128,int4-g32,int8,keep").exited(DONE, OVER_BUDGET).code
+    search("alone", 0.03, candidates="int4-g128,int4-g32,int8,keep", state="alone-state").exited(code)
+    if code == DONE:
+        assert seal_of(work / "second") == seal_of(work / "alone")
+
+
+@pytest.mark.parametrize(("kind", "budget"), [("--ppl-budget", "0.001%"), ("--kl-budget", "0.0000001")])
+def test_a_budget_that_no_mix_meets_exits_3_with_the_nearest_build(search, work, kind, budget):
+    done = search("out", budget, kind=kind, candidates="int4-g32").exited(OVER_BUDGET)
+    assert left_beside(work / "out") == set()
+    assert "nearest" in done.told
+    assert re.search(r"0\.0*1", done.stderr), "the budget is printed as zero"
+    assert "0.00%" not in done.stderr
+
+
+def test_a_search_says_so_where_resume_cannot_be_met(search, work):
+    search("out", 0.2, "--resume", "required").exited(USAGE)
+    assert left_beside(work / "out") == set()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_search_that_is_stopped_goes_on_to_the_same_checkpoint(gemq, search, source, options, records, work, seed):
+    whole = search("whole", 0.02, state="whole-state").exited(DONE)
+    draw = random.Random(500 + seed)
+    measured = [*options[: options.index("--eval-data")], "--eval-data", str(records)]
+    for attempt in range(3):
+        moment, number = draw.uniform(0.4, 1.0) * whole.seconds, draw.choice([signal.SIGINT, signal.SIGKILL])
+        print(f"seed {seed}, attempt {attempt}: {number.name} after {moment:.3f} s")
+        running = gemq.start("quantize", source, *measured, "--kl-budget", "0.02", "--candidates", "int4-g32,int8", "--search-builds", "2",
+                             "--search-state", "state", "--output", "out", "--json")  # fmt: skip
+        limit = time.monotonic() + moment
+        while time.monotonic() < limit and running.process.poll() is None:
+            time.sleep(0.005)
+        running.send(number)
+        if running.finish().exited(DONE, INTERRUPTED, -signal.SIGKILL).code == DONE:
+            break
+        assert left_beside(work / "out") <= {"out.partial", "out.partial.lock"}
+    else:
+        search("out", 0.02).exited(DONE)
+    assert seal_of(work / "out") == seal_of(work / "whole")
+
+
+def test_a_search_of_another_source_on_one_state_takes_nothing_over(gemq, search, options, records, source, work, tmp_path):
+    """The weights at the source's path are replaced between two searches."""
+    from tests.blackbox import sources
+
+    model = sources.changed(source, tmp_path / "model")
+    measured = [*options[: options.index("--eval-data")], "--eval-data", str(records)]
+
+    def run(out: str, state: str) -> Done:
+        return gemq("quantize", model, *measured, "--kl-budget", "0.02", "--candidates", "int4-g32,int8", "--search-state", state, "--output", out)
+
+    run("one", "state").exited(DONE)
+    shutil.rmtree(model)
+    sources.changed(source, model, lambda tensors: tensors["model.layers.0.mlp.down_proj.weight"].mul_(3.0))
+    code = run("two", "state").exited(DONE, OVER_BUDGET).code
+    run("alone", "alone-state").exited(code)
+    if code == DONE:
+        measured_again(gemq, work / "two", model, records, "0.02").exited(DONE)
+        assert seal_of(work / "two") == seal_of(work / "alone")
+
+
+def test_pareto_tells_of_the_searchs_own_builds_and_changes_nothing(gemq, search, source, options, work):
+    search("out", 0.02).exited(DONE)
+    before = tree(work / "out")
+    given = options[2 : options.index("--eval-data")]
+    command = ("pareto", source, "--recipe", "w4a16-g32", *given, "--search-state", "state", "--output", "pareto", "--kl-budget", "0.02", "--json")
+    gemq(*command).exited(DONE)
+    assert tree(work / "out") == before
+    assert any(name.endswith(".html") for name in names(work / "pareto"))
+    gemq(*command).exited(USAGE)  # it exists
+
+
+def test_the_manifest_of_a_search_states_its_budget_and_bound(search, work):
+    search("out", 0.02).exited(DONE)
+    told = read_json(work / "out" / "gemq.json")["search"]
+    assert any(value == pytest.approx(0.02) for value in _numbers(told)), told
+
+
+def _numbers(value: object) -> list[float]:
+    if isinstance(value, dict):
+        return [number for inner in value.values() for number in _numbers(inner)]
+    if isinstance(value, list):
+        return [number for inner in value for number in _numbers(inner)]
+    return [float(value)] if isinstance(value, (int, float)) else []
+
+
+def test_budgets_and_candidates_that_make_no_sense_are_refused(search, work):
+    for kind, budget in (("--kl-budget", "-0.1"), ("--kl-budget", "nan"), ("--ppl-budget", "-5%"), ("--ppl-budget", "much"), ("--kl-budget", "0")):
+        search("out", budget, kind=kind).exited(USAGE, OVER_BUDGET)
+    search("out", 0.02, candidates="int5-g7").exited(USAGE)
+    search("out", 0.02, candidates="").exited(USAGE)
+    assert left_beside(work / "out") == set()
