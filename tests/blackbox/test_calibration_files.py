@@ -61,12 +61,9 @@ def test_a_byte_order_mark_and_other_line_ends_and_a_leading_bos_change_nothing(
     """And rows of one text are the text: the windows of a document don't depend on the file around it."""
     forms = {
         "plain.txt": TEXT.encode(),
-        "bom.txt": b"\xef\xbb\xbf" + TEXT.encode(),
-        "crlf.txt": TEXT.replace("\n", "\r\n").encode(),
+        "bom-crlf.txt": b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode(),
         "bos.txt": b"<bos>" + TEXT.encode(),
-        "row.jsonl": json.dumps({"text": TEXT}).encode() + b"\n",
-        "bom.jsonl": b"\xef\xbb\xbf" + json.dumps({"text": TEXT}).encode() + b"\r\n\r\n",
-        "row.jsonl.gz": gzip.compress(json.dumps({"text": TEXT}).encode() + b"\n"),
+        "bom-crlf.jsonl.gz": gzip.compress(b"\xef\xbb\xbf" + json.dumps({"text": TEXT}).encode() + b"\r\n\r\n"),
     }
     found = {}
     for name, content in forms.items():
@@ -89,10 +86,9 @@ def test_chats_with_tools_and_calls_without_content_are_used_whole(gemq, source,
     told = {
         "with": rows(tmp_path / "with.jsonl", *[{"messages": CHAT, "tools": TOOLS}] * 4),
         "without": rows(tmp_path / "without.jsonl", *[{"messages": CHAT}] * 4),
-        "plain": rows(tmp_path / "plain.jsonl", *[{"messages": PLAIN_CHAT}] * 4),
     }
     found = {name: made(gemq, model, path, name, samples=4) for name, path in told.items()}
-    assert len({digest for digest, _ in found.values()}) == 3, "tools or tool calls are lost"
+    assert len({digest for digest, _ in found.values()}) == 2, "tools or tool calls are lost"
 
 
 def test_chats_of_strings_and_of_parts_are_one(gemq, source, tmp_path):
@@ -101,45 +97,27 @@ def test_chats_of_strings_and_of_parts_are_one(gemq, source, tmp_path):
     assert made(gemq, source, rows(tmp_path / "parts.jsonl", *[{"messages": parts}] * 4), "parts", samples=4) == strings
 
 
-def test_token_ids_are_used_as_they_are_with_or_without_bos_and_pairs_too(gemq, source, tmp_path, calibration):
+def test_token_ids_are_used_as_they_are_in_rows_of_either_form(gemq, source, tmp_path, calibration):
     windows = [json.loads(line)["token_ids"] for line in calibration.read_text().splitlines()]
-    plain = made(gemq, source, calibration, "plain")
     pairs = [{"id": number, "context_token_ids": ids[:5], "target_token_ids": ids[5:]} for number, ids in enumerate(windows)]
-    assert made(gemq, source, rows(tmp_path / "pairs.jsonl", *pairs), "pairs") == plain
-    without = [{"token_ids": ids[1:]} for ids in windows]
-    assert made(gemq, source, rows(tmp_path / "without.jsonl", *without), "without") == plain
+    assert made(gemq, source, rows(tmp_path / "pairs.jsonl", *pairs), "pairs") == made(gemq, source, calibration, "plain")
 
 
 IDS = list(range(20, 52))
 
 REFUSED: dict[str, tuple[str, bytes]] = {
-    "empty-txt": ("empty.txt", b""),
     "blank-txt": ("blank.txt", b" \n\t\r\n " * 50),
-    "only-bom": ("bom.txt", b"\xef\xbb\xbf"),
-    "only-bos": ("bos.txt", b"<bos>"),
     "empty-jsonl": ("empty.jsonl", b""),
-    "too-short": ("short.txt", b"word"),
     "binary-txt": ("binary.txt", bytes(range(256)) * 20),
-    "binary-jsonl": ("binary.jsonl", bytes(range(256)) * 20),
     "utf-16": ("utf16.txt", TEXT.encode("utf-16")),
-    "gzip-under-another-name": ("text.jsonl", gzip.compress(b'{"text": "x"}\n')),
     "gzip-truncated": ("cut.jsonl.gz", gzip.compress(json.dumps({"text": TEXT}).encode())[:-20]),
-    "unknown-ending": ("text.csv", TEXT.encode()),
-    "row-a-string": ("string.jsonl", b'"text"\n' * 9),
     "row-of-unknown-keys": ("keys.jsonl", b'{"content": "x"}\n' * 9),
     "text-null": ("null.jsonl", b'{"text": null}\n' * 9),
     "rows-of-two-kinds": ("two.jsonl", json.dumps({"text": TEXT}).encode() + b"\n" + json.dumps({"token_ids": IDS}).encode() + b"\n"),
-    "json-cut": ("cut.jsonl", (json.dumps({"text": TEXT}) + "\n" + json.dumps({"text": TEXT})[:-5]).encode()),
     "json-deep": ("deep.jsonl", b"[" * 100_000 + b"\n"),
     "ids-beyond-the-vocabulary": ("ids.jsonl", json.dumps({"token_ids": [*IDS, 100_000]}).encode() + b"\n"),
-    "ids-negative": ("ids.jsonl", json.dumps({"token_ids": [*IDS, -1]}).encode() + b"\n"),
     "ids-floats": ("ids.jsonl", json.dumps({"token_ids": [float(token) for token in IDS]}).encode() + b"\n"),
-    "ids-booleans": ("ids.jsonl", json.dumps({"token_ids": [True] * 32}).encode() + b"\n"),
-    "ids-a-string": ("ids.jsonl", b'{"token_ids": "1 2 3"}\n' * 9),
-    "chat-empty": ("chat.jsonl", b'{"messages": []}\n' * 9),
     "chat-role-unknown": ("chat.jsonl", (json.dumps({"messages": [{"role": "narrator", "content": TEXT}]}) + "\n").encode() * 9),
-    "chat-role-missing": ("chat.jsonl", (json.dumps({"messages": [{"content": TEXT}]}) + "\n").encode() * 9),
-    "chat-content-a-number": ("chat.jsonl", (json.dumps({"messages": [{"role": "user", "content": 5}]}) + "\n").encode() * 9),
     "chat-nothing-said": ("chat.jsonl", (json.dumps({"messages": [{"role": "user", "content": None}]}) + "\n").encode() * 9),
 }
 
@@ -156,7 +134,7 @@ def test_calibration_that_cannot_be_used_is_refused_and_leaves_nothing(gemq, sou
 
 def test_calibration_that_is_not_a_file_is_refused(gemq, source, tmp_path):
     (tmp_path / "folder.jsonl").mkdir()
-    for wrong in (tmp_path / "folder.jsonl", tmp_path / "missing.txt", tmp_path, "/dev/null", ""):
+    for wrong in (tmp_path / "folder.jsonl", tmp_path / "missing.txt", "/dev/null"):
         done, out = quantize(gemq, source, wrong, "out")
         done.exited(USAGE)
         assert left_beside(out) == set()
@@ -184,7 +162,7 @@ def ppl(gemq: Gemq, model: Path, data: Path) -> dict[str, Any]:
 def test_a_byte_order_mark_and_other_line_ends_and_a_leading_bos_do_not_change_a_perplexity(gemq, source, tmp_path):
     found = {}
     for name, content in {
-        "plain": TEXT.encode(), "bom": b"\xef\xbb\xbf" + TEXT.encode(), "crlf": TEXT.replace("\n", "\r\n").encode(), "bos": b"<bos>" + TEXT.encode()
+        "plain": TEXT.encode(), "bom-crlf": b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode(), "bos": b"<bos>" + TEXT.encode()
     }.items():  # fmt: skip
         (tmp_path / f"{name}.txt").write_bytes(content)
         result = ppl(gemq, source, tmp_path / f"{name}.txt")
@@ -206,11 +184,11 @@ def test_evaluation_records_with_a_byte_order_mark_are_the_same_records(gemq, so
 def test_evaluation_data_that_cannot_be_used_is_refused(gemq, source, tmp_path):
     (tmp_path / "folder.txt").mkdir()
     contents = {
-        "empty.txt": b"", "only-bom.txt": b"\xef\xbb\xbf", "only-bos.txt": b"<bos>", "binary.txt": bytes(range(256)), "empty.jsonl": b"",
-        "text.jsonl": b'{"text": "x"}\n', "beyond.jsonl": b'{"id": 1, "context_token_ids": [2], "target_token_ids": [512]}\n',
+        "only-bom.txt": b"\xef\xbb\xbf", "only-bos.txt": b"<bos>", "binary.txt": bytes(range(256)), "text.jsonl": b'{"text": "x"}\n',
+        "beyond.jsonl": b'{"id": 1, "context_token_ids": [2], "target_token_ids": [512]}\n',
     }  # fmt: skip
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    for name in (*contents, "folder.txt", "missing.txt"):
+    for name in (*contents, "folder.txt"):
         gemq("eval-ppl", source, "--data", tmp_path / name, "--output", tmp_path / "result.json").exited(USAGE)
         assert not (tmp_path / "result.json").exists(), name

@@ -165,8 +165,11 @@ def test_sources_with_a_tensor_more_or_less_and_another_seeds_source_are_refused
         gemq("verify", sealed, "--source", wrong).exited(INTEGRITY)
 
 
-def test_the_same_source_elsewhere_or_in_other_shards_is_not_another_model(gemq, source, sealed, tmp_path):
-    """The tensors decide; a checkpoint whose source was copied, or stored in several files, agrees with it or says what differs."""
+def test_copied_moved_or_linked_a_checkpoint_and_its_source_are_the_same_ones(gemq, source, sealed, checkpoint, tmp_path):
+    shutil.move(checkpoint, tmp_path / "kopie – 副本")
+    (tmp_path / "link").symlink_to("kopie – 副本")
+    digests = {gemq("verify", path, "--json").exited(DONE).json["seal_digest"] for path in (sealed, tmp_path / "link")}
+    assert len(digests) == 1
     shutil.copytree(source, tmp_path / "copy")
     gemq("verify", sealed, "--source", tmp_path / "copy").exited(DONE)
     gemq("verify", sealed, "--source", sources.hub_cache(source, tmp_path / "cache")).exited(DONE)
