@@ -233,7 +233,8 @@ def test_files_missing_added_replaced_and_swapped_are_found(gemq, checkpoint, se
     tried(lambda: (checkpoint / SEAL).write_text("{}"))
     tried(lambda: (checkpoint / SEAL).write_bytes((checkpoint / SEAL).read_bytes() + b"\n"))
     tried(lambda: edit_json(checkpoint / SEAL, lambda seal: seal["files"].append({**seal["files"][0], "path": "../outside.txt"})))
-    other = quantized(source, options, tmp_path, "--lm-head", "int8")
+    (tmp_path / "other").mkdir()
+    other = quantized(source, options, tmp_path / "other", "--lm-head", "int8")
     tried(lambda: shutil.copyfile(other / SEAL, checkpoint / SEAL))
     tried(lambda: shutil.copyfile(other / "config.json", checkpoint / "config.json"))
 
