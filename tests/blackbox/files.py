@@ -34,7 +34,8 @@ def names(directory: Path) -> set[str]:
 
 def left_beside(output: Path) -> set[str]:
     """What exists of an output: itself, its partial folder, its lock."""
-    return {name for name in names(output.parent) if name.startswith(output.name)} if output.parent.exists() else set()
+    found = names(output.parent) if output.parent.exists() else set()
+    return {name for name in found if name == output.name or name.startswith(f"{output.name}.")}
 
 
 def seal_of(checkpoint: Path) -> str:
