@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gemq.errors import UsageError
 from gemq.quantize.audit import Structure
+from gemq.quantize.companions import companion_files
 from gemq.quantize.seal import Difference
 from gemq.quantize.verify import Comparison
 
@@ -68,7 +69,8 @@ def _model_bytes(comparison: Comparison) -> int:
 
 
 def _code_differences(directory: Path, source: Path) -> list[Difference]:
-    ours, theirs = _code_files(directory), _code_files(source)
+    ours = _code_files(directory)
+    theirs = {path.as_posix() for path in companion_files(source) if path.name.lower().endswith(CODE_SUFFIXES)}
     differences = [Difference(path, "is code that the source does not have") for path in sorted(ours - theirs)]
     differences += [Difference(path, "is the source's code, and missing here") for path in sorted(theirs - ours)]
     differences += [Difference(path, "is code that differs from the source's") for path in sorted(ours & theirs)

@@ -74,10 +74,10 @@ class Pairs:
         """The source's tensor of that name; a head that the source ties comes from its embedding."""
         if weight in self.originals or weight.rpartition("lm_head.weight")[1:] != ("lm_head.weight", ""):
             return self.originals.get(weight)
-        text = self.source_config.get("text_config")
-        stated = [self.source_config.get("tie_word_embeddings"), text.get("tie_word_embeddings") if isinstance(text, dict) else None]
+        # at the top level, where the class that holds the head looks; a text config's own word counts where it is all there is
+        untied = self.source_config.get("tie_word_embeddings") is False
         tables = [name for name in self.originals if name == "embed_tokens.weight" or name.endswith(".embed_tokens.weight")]
-        return self.originals[tables[0]] if len(tables) == 1 and False not in stated else None
+        return self.originals[tables[0]] if len(tables) == 1 and not untied else None
 
     def units(self) -> list[tuple[Unit, Tensor]]:
         """The quantized units that the source has a weight of, by name, each with that weight."""

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from gemq import output
 from gemq.errors import GemqError, IntegrityError, UsageError
-from gemq.quantize.audit import Structure, Tensor, Unit, audit_structure, read_tensors
+from gemq.quantize.audit import Structure, Tensor, Unit, audit_structure, read_source_tensors
 from gemq.quantize.pairs import ExpertMatrix, Pairs
 from gemq.quantize.seal import Difference
 from gemq.quantize.stored import Floats, integers_of, read, scales_of, zero_points_of
@@ -101,7 +101,7 @@ def verify_against_source(directory: Path, source: Path, structure: Structure | 
     structure = structure or audit_structure(directory)
     if not source.is_dir():
         raise UsageError(f"the source {source} is no directory", "give the directory of the unquantized model")
-    originals, broken = read_tensors(source)
+    originals, broken = read_source_tensors(source)
     if broken:
         raise IntegrityError(f"the source {source} is not whole: {broken[0]}", "fetch the source again")
     comparison, pairs = Comparison(), Pairs(directory, source, structure, originals)

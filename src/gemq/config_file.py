@@ -36,6 +36,7 @@ def complete_config(config: dict[str, Any]) -> dict[str, Any]:
 
     As it is where transformers has no class for its `model_type`: nothing then has a default. Raises UsageError if the class refuses it.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = config.get("model_type")
@@ -43,7 +44,7 @@ def complete_config(config: dict[str, Any]) -> dict[str, Any]:
         return config
     try:
         made = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config)).to_dict()
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, StrictDataclassError) as error:
         raise UsageError(f"config.json: transformers can't read it as a {model_type}: {error!r}", "fetch config.json again") from None
     return _merged(config, made)
 

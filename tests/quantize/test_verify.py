@@ -248,7 +248,7 @@ def test_dropped_tensors_that_are_there_or_never_were_are_named(tmp_path: Path, 
 
 def test_a_head_that_the_source_does_not_tie_is_added(tmp_path: Path, tensors: Tensors) -> None:
     untied = write_source(tmp_path / "source")
-    (untied / "config.json").write_text(json.dumps({"text_config": {"tie_word_embeddings": False}}))
+    (untied / "config.json").write_text(json.dumps({"tie_word_embeddings": False, "text_config": {}}))
     added = names(judged(tmp_path, untied, tensors).differences)
     assert sorted(added) == [f"lm_head.{part}" for part in ("weight_packed", "weight_scale", "weight_shape")]
 
