@@ -36,10 +36,10 @@ from gemq.errors import GemqError, IntegrityError, UsageError
 from gemq.quantize.audit import Structure, Tensor, Unit, audit_structure, read_source_tensors
 from gemq.quantize.pairs import ExpertMatrix, Pairs
 from gemq.quantize.seal import Difference
-from gemq.quantize.stored import Floats, integers_of, read, scales_of, zero_points_of
+from gemq.quantize.stored import Floats, first_difference, integers_of, scales_of, zero_points_of
+from gemq.quantize.verify_files import file_differences
 from gemq.quantize.verify_smoothing import Smoothing, column_problem, smoothing_of, source_rows
 
-_CHUNK_BYTES = 8 << 20
 _LARGEST_CLIP = 1.9
 _LARGEST_ERROR_RATIO = 4.0
 _NEIGHBOURS_STEPS = 12.0
@@ -97,7 +97,10 @@ def bounds(unit: Unit) -> tuple[float, float]:
 
 
 def verify_against_source(directory: Path, source: Path, structure: Structure | None = None) -> Comparison:
-    """Compare every tensor of a checkpoint with the source it was made from. Raises IntegrityError if the source itself is broken."""
+    """Compare every tensor, the config and every other file of a checkpoint with the source that it was made from.
+
+    Raises UsageError for a source that is quantized, IntegrityError for one that is damaged.
+    """
     structure = structure or audit_structure(directory)
     if not source.is_dir():
         raise UsageError(f"the source {source} is no directory", "give the directory of the unquantized model")
@@ -105,6 +108,7 @@ def verify_against_source(directory: Path, source: Path, structure: Structure | 
     if broken:
         raise IntegrityError(f"the source {source} is not whole: {broken[0]}", "fetch the source again")
     comparison, pairs = Comparison(), Pairs(directory, source, structure, originals)
+    comparison.differences += file_differences(pairs, originals)
     smoothing = smoothing_of(pairs)
     comparison.differences += smoothing.differences
     jobs: list[tuple[int, Callable[[], object]]] = []
@@ -179,19 +183,6 @@ def _run(jobs: list[tuple[int, Callable[[], object]]]) -> list[object]:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(one, sorted(range(len(jobs)), key=lambda position: -jobs[position][0])))
     return results
-
-
-def first_difference(tensor: Tensor, original: Tensor) -> str:
-    """Where a copied tensor is not the source's ("" when it is, byte for byte)."""
-    if (tensor.dtype, tensor.shape) != (original.dtype, original.shape):
-        return f"is {tensor.dtype} {list(tensor.shape)}, the source has {original.dtype} {list(original.shape)}"
-    for start in range(0, tensor.nbytes, _CHUNK_BYTES):
-        nbytes = min(_CHUNK_BYTES, tensor.nbytes - start)
-        ours, theirs = read(tensor, start, nbytes), read(original, start, nbytes)
-        if ours != theirs:
-            at = int(np.argmax(np.frombuffer(ours, np.uint8) != np.frombuffer(theirs, np.uint8)))
-            return f"differs from the source from byte {start + at} of {tensor.nbytes} on"
-    return ""
 
 
 def nearest_e4m3(values: Floats) -> Floats:
