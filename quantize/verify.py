@@ -35,8 +35,9 @@ from gemq import output
 from gemq.errors import GemqError, IntegrityError, UsageError
 from gemq.quantize.audit import Structure, Tensor, Unit, audit_structure, read_source_tensors
 from gemq.quantize.pairs import ExpertMatrix, Pairs
+from gemq.quantize.schemes import SCALE_DTYPES
 from gemq.quantize.seal import Difference
-from gemq.quantize.stored import Floats, first_difference, integers_of, scales_of, zero_points_of
+from gemq.quantize.stored import Floats, decode, first_difference, integers_of, read, scales_of, zero_points_of
 from gemq.quantize.verify_files import file_differences
 from gemq.quantize.verify_smoothing import Smoothing, column_problem, smoothing_of, source_rows
 
@@ -137,7 +138,7 @@ def verify_against_source(directory: Path, source: Path, structure: Structure | 
 
 def _account_for_the_rest(comparison: Comparison, pairs: Pairs) -> None:
     structure, kinds, wrong = pairs.structure, comparison.kinds, comparison.differences
-    declared_added, declared_dropped = pairs.manifest_names("added_tensors"), pairs.manifest_names("dropped_tensors")
+    declared_dropped = pairs.manifest_names("dropped_tensors")
     used = {original.name for _, original in [*pairs.units(), *pairs.copies()]}
     for name, tensor in sorted(structure.tensors.items()):
         module, _, suffix = name.rpartition(".")
@@ -146,9 +147,10 @@ def _account_for_the_rest(comparison: Comparison, pairs: Pairs) -> None:
             continue
         kinds["added"].add(0, tensor.nbytes)
         comparison.added.append(name)
-        explained = structure.quantization.kv_scales and suffix in ("k_scale", "v_scale")
-        if not explained and name not in declared_added:
-            wrong.append(Difference(name, "is added: the source has no such tensor, and the manifest does not declare it"))
+        if not (structure.quantization.kv_scales and suffix in ("k_scale", "v_scale")):
+            wrong.append(Difference(name, "is added: the source has no such tensor"))
+        elif problem := _kv_scale_problem(tensor, pairs):
+            wrong.append(Difference(name, problem))
     for name, original in sorted(pairs.originals.items()):
         if name in used:
             if name in declared_dropped:
@@ -164,6 +166,17 @@ def _account_for_the_rest(comparison: Comparison, pairs: Pairs) -> None:
     for name in sorted(declared_dropped - set(pairs.originals)):
         why = "is there, expert by expert" if name in pairs.apart else "the source has no such tensor"
         wrong.append(Difference(name, f"is declared as dropped in the manifest, and {why}"))
+
+
+def _kv_scale_problem(tensor: Tensor, pairs: Pairs) -> str:
+    """Why an added tensor can't be the scale of an attention's keys or values ("" if it can)."""
+    attention = tensor.name.rpartition(".")[0]
+    if not attention.endswith(".self_attn") or f"{attention}.q_proj.weight" not in pairs.originals:
+        return "is added: the source has no attention of that name, whose keys or values it could scale"
+    if tensor.dtype not in SCALE_DTYPES or tensor.shape not in ((), (1,)):
+        return f"is {tensor.dtype} {list(tensor.shape)}, a scale of a KV cache is one number, {'/'.join(SCALE_DTYPES)}"
+    value = float(decode(read(tensor, 0, tensor.nbytes), tensor.dtype)[0])
+    return "" if 0 < value < math.inf else f"is {value}, a scale is a positive number"
 
 
 def _run(jobs: list[tuple[int, Callable[[], object]]]) -> list[object]:
