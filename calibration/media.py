@@ -21,7 +21,7 @@ from typing import Any
 import numpy
 
 from gemq.calibration.tokenize import chat_text, encode_text, short
-from gemq.config_file import read_config
+from gemq.config_file import read_complete_config
 from gemq.errors import IntegrityError, UsageError
 
 KINDS = ("image", "audio")
@@ -59,7 +59,7 @@ class MediaReader:
 
     def __init__(self, model_dir: Path) -> None:
         self.model_dir = model_dir
-        self.config = read_config(model_dir)
+        self.config = read_complete_config(model_dir)
         self.family = str(self.config.get("model_type"))
         self._processors: dict[str, Any] = {}
 

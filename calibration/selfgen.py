@@ -22,8 +22,8 @@ from typing import Any
 from gemq import output
 from gemq.atomic import disk_errors, write_file
 from gemq.calibration.sets import CalibrationSet, digest
-from gemq.calibration.tokenize import encode_text, load_tokenizer, read_limits, short, text_config
-from gemq.config_file import read_config
+from gemq.calibration.tokenize import encode_text, load_tokenizer, read_limits, short
+from gemq.config_file import read_complete_config, text_config
 from gemq.demo import cache_root, make_cache
 from gemq.errors import IntegrityError, Interrupted, UsageError
 from gemq.memory import available_bytes
@@ -70,7 +70,7 @@ def generate_self_set(model_dir: Path, *, samples: int, length: int, seed: int, 
     shards = ShardReader(model_dir)
     hashes = file_hashes(model_dir, [path.name for path in shards.files] + ["config.json"])
     parameters = sum(info.numel for info in shards.tensors.values())
-    batch = rows_at_once(read_config(model_dir), length, dtype, device_kind)
+    batch = rows_at_once(read_complete_config(model_dir), length, dtype, device_kind)
     key = _key({"algorithm": ALGORITHM, "batch": batch, "files": hashes, "prompt": asdict(prompt), "samples": samples, "length": length,
                 "seed": seed, "device": device_kind, "dtype": dtype})
     folder = cache_dir or cache_root() / "calibration"
@@ -106,7 +106,7 @@ def generate_self_set(model_dir: Path, *, samples: int, length: int, seed: int, 
 def read_prompt(model_dir: Path) -> Prompt:
     """How the model in `model_dir` starts and ends a text, from its tokenizer, chat template, config and generation config."""
     tokenizer = load_tokenizer(model_dir)
-    limits, config = read_limits(model_dir, tokenizer), read_config(model_dir)
+    limits, config = read_limits(model_dir, tokenizer), read_complete_config(model_dir)
     opener: list[int] = []
     transition: list[int] = []
     if tokenizer.chat_template:

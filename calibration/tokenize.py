@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gemq.config_file import read_config
+from gemq.config_file import read_complete_config, text_config
 from gemq.errors import UsageError
 
 SHORTEST_WINDOW = 16  # tokens with BOS; what a tail below that says about activations is mostly about BOS
@@ -28,19 +28,13 @@ class TokenLimits:
     eos: int | None
 
 
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config that describes the decoder: `text_config` in multimodal models, else all of it."""
-    text = config.get("text_config")
-    return text if isinstance(text, dict) else config
-
-
 def read_limits(model_dir: Path, tokenizer: Any | None = None) -> TokenLimits:
     """Vocabulary size, longest sequence, BOS and EOS of a checkpoint.
 
-    A multimodal config keeps them in `text_config`. A tokenizer knows better than the config whether texts start with BOS: where it is
-    given, its BOS and EOS count. Raises UsageError if there is no vocabulary size.
+    A multimodal config keeps them in `text_config`; what config.json leaves out is the class's default. A tokenizer knows better than the
+    config whether texts start with BOS: where it is given, its BOS and EOS count. Raises UsageError if there is no vocabulary size.
     """
-    config = read_config(model_dir)
+    config = read_complete_config(model_dir)
     merged = {**config, **{key: value for key, value in text_config(config).items() if value is not None}}
     size = merged.get("vocab_size")
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:

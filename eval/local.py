@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import json
 import math
 import warnings
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from gemq.config_file import complete_config, read_config, text_config
 from gemq.devices import choose
 from gemq.errors import GemqError, IntegrityError, UsageError
 from gemq.eval.records import Record
@@ -50,7 +50,7 @@ def _cpu_has_amx() -> bool:
 
 @dataclass(frozen=True)
 class LocalCheckpoint:
-    """A checkpoint directory and its parsed config; nothing is loaded yet. `name` is the path as it was given."""
+    """A checkpoint directory and its config with its class's defaults; nothing is loaded yet. `name` is the path as it was given."""
 
     name: str
     directory: Path
@@ -64,16 +64,14 @@ class LocalCheckpoint:
             raise UsageError(
                 f"{target} is neither a directory nor an http(s) URL", "give a checkpoint's directory, or http://HOST:PORT of an endpoint"
             )
-        try:
-            config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not (directory / "config.json").exists():
             raise UsageError(
-                f"{target} has no config.json, so it is no checkpoint", "give the directory that holds config.json and *.safetensors"
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise IntegrityError(f"{directory / 'config.json'} can't be read: {error}", "fetch or copy the checkpoint again") from None
-        if not isinstance(config, dict):
-            raise IntegrityError(f"{directory / 'config.json'} is no JSON object", "fetch or copy the checkpoint again")
+                f"{target} has no config.json, so it is not a checkpoint", "give the directory that holds config.json and *.safetensors"
+            )
+        try:
+            config = complete_config(read_config(directory))
+        except UsageError as error:
+            raise IntegrityError(error.message, error.next_step) from None
         checkpoint = cls(target, directory, config)
         checkpoint._require_language_model()
         return checkpoint
@@ -93,8 +91,8 @@ class LocalCheckpoint:
             raise UsageError(f"{self.name}: config.json has no vocab_size", "give a checkpoint with its whole config.json")
 
     def _text(self, key: str) -> Any:
-        text = self.config.get("text_config")
-        return text[key] if isinstance(text, dict) and key in text else self.config.get(key)
+        found = text_config(self.config).get(key)
+        return self.config.get(key) if found is None else found
 
     @property
     def architecture(self) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gemq import output
-from gemq.config_file import read_config
+from gemq.config_file import read_complete_config, text_config
 from gemq.errors import GemqError, Interrupted, StoppedSafely, UsageError
 from gemq.eval.endpoint import Endpoint, is_url
 from gemq.source import files_as_they_lie
@@ -70,9 +70,9 @@ class Target:
     def _text_config(self, key: str) -> Any:
         if self.checkpoint is None:
             return None
-        config = read_config(self.checkpoint)
-        text = config.get("text_config")
-        return text[key] if isinstance(text, dict) and key in text else config.get(key)
+        config = read_complete_config(self.checkpoint)
+        found = text_config(config).get(key)
+        return config.get(key) if found is None else found
 
     @contextlib.contextmanager
     def opened(self, *, python: Path | None = None, log: Path | None = None, environment: dict[str, str] | None = None,

@@ -51,6 +51,7 @@ TABLES = (
     LinearKind("embed_tokens_per_layer", "ple_embedding", "embed_tokens_per_layer"),
 )
 DECODER_PARTS = ("attention", "mlp", "experts")
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # where vLLM looks for how a checkpoint is quantized
 
 
 @dataclass(frozen=True)
@@ -83,21 +84,28 @@ class Architecture:
     head_names: tuple[str, ...]
     towers: tuple[str, ...] = ()
     norm_is_one_plus_w: bool | None = None  # a norm multiplies by 1 + w, or by w; None: nobody has looked, and no norm is touched
+    text_class: str = ""  # the text-only class of the same decoder, where there is one
+    needs: tuple[str, ...] = ()  # sub-configs without which vLLM can't build the model
+    unused: tuple[str, ...] = ()  # prefixes of tensors that no part reads and vLLM leaves out by name (its models' load_weights)
 
 
 _MULTIMODAL_PREFIXES = ("model.language_model.", "language_model.model.")
 _MULTIMODAL_HEADS = ("lm_head", "language_model.lm_head")
+_GEMMA3N_TABLES = ("model.embed_vision.embedding.", "model.embed_audio.embedding.")  # left in Gemma 4's files
 ARCHITECTURES = {
     row.name: row
     for row in (
         Architecture("Gemma3ForCausalLM", None, ("model.",), ("lm_head",), norm_is_one_plus_w=True),
         Architecture("Gemma3ForConditionalGeneration", "text_config", _MULTIMODAL_PREFIXES, _MULTIMODAL_HEADS,
-                     towers=("vision_tower", "multi_modal_projector"), norm_is_one_plus_w=True),
+                     towers=("vision_tower", "multi_modal_projector"), norm_is_one_plus_w=True, text_class="Gemma3ForCausalLM",
+                     needs=("vision_config",)),
         Architecture("Gemma4ForCausalLM", None, ("model.",), ("lm_head",), norm_is_one_plus_w=False),
         Architecture("Gemma4ForConditionalGeneration", "text_config", _MULTIMODAL_PREFIXES, _MULTIMODAL_HEADS,
-                     towers=("vision_tower", "audio_tower", "embed_vision", "embed_audio"), norm_is_one_plus_w=False),
+                     towers=("vision_tower", "audio_tower", "embed_vision", "embed_audio"), norm_is_one_plus_w=False,
+                     text_class="Gemma4ForCausalLM", needs=("vision_config",), unused=_GEMMA3N_TABLES),
         Architecture("Gemma4UnifiedForConditionalGeneration", "text_config", _MULTIMODAL_PREFIXES, _MULTIMODAL_HEADS,
-                     towers=("embed_vision", "embed_audio", "vision_embedder", "audio_embedder"), norm_is_one_plus_w=False),
+                     towers=("embed_vision", "embed_audio", "vision_embedder", "audio_embedder"), norm_is_one_plus_w=False,
+                     needs=("vision_config",), unused=_GEMMA3N_TABLES),
     )
 }  # fmt: skip
 
@@ -115,12 +123,19 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
 
 
 def refuse_quantized(config: dict[str, Any]) -> None:
-    """Raise UsageError for a checkpoint that is quantized already."""
-    if "quantization_config" in config:
-        method = (
-            config["quantization_config"].get("quant_method", "unknown") if isinstance(config["quantization_config"], dict) else "unknown"
-        )
-        raise UsageError(f"the source is quantized already ({method})", "quantize the unquantized checkpoint that it was made from")
+    """Raise UsageError for a checkpoint that is quantized already.
+
+    `null` is as good as absent, to transformers and vLLM too; `{}` is not: transformers asks it for its method and gives up.
+    """
+    text = config.get("text_config")
+    for part, where in ((config, ""), (text if isinstance(text, dict) else {}, "text_config.")):
+        for key in QUANTIZATION_KEYS:
+            stated = part.get(key)
+            if stated == {}:
+                raise UsageError(f"config.json has an empty {where}{key}, which transformers can't read", f"remove {where}{key} from config.json")
+            if stated is not None:
+                method = stated.get("quant_method", "unknown") if isinstance(stated, dict) else "unknown"
+                raise UsageError(f"the source is quantized already ({method})", "quantize the unquantized checkpoint that it was made from")
 
 
 def text_config_of(config: dict[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from gemq.errors import UsageError
 from gemq.quantize.audit import Structure
+from gemq.quantize.companions import companion_files
 from gemq.quantize.seal import Difference
 from gemq.quantize.verify import Comparison
+from gemq.quantize.verify_files import same_bytes
 
 CODE_SUFFIXES = (".py", ".pyc", ".pyx", ".pth", ".so", ".pyd", ".dll", ".dylib", ".whl", ".egg")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".ckpt", ".gguf", ".ggml", ".onnx", ".h5", ".hdf5", ".msgpack", ".npz", ".npy", ".pkl",
@@ -49,7 +51,7 @@ def check_arena(directory: Path, source: Path, name: str, structure: Structure, 
     if rules.source_code_only:
         differences += _code_differences(directory, source)
     for path in sorted(path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()):
-        if path not in shards and _holds_weights(path) and not _same_bytes(path, source / path.relative_to(directory)):
+        if path not in shards and _holds_weights(path) and not same_bytes(path, source / path.relative_to(directory)):
             differences.append(Difference(str(path.relative_to(directory)), f"holds weights beyond the task's model, which {name} refuses"))
     if rules.other_tensors is not None:
         # "1% of its bytes" may mean the model's or the checkpoint's: the smaller one keeps to both
@@ -68,11 +70,12 @@ def _model_bytes(comparison: Comparison) -> int:
 
 
 def _code_differences(directory: Path, source: Path) -> list[Difference]:
-    ours, theirs = _code_files(directory), _code_files(source)
+    ours = _code_files(directory)
+    theirs = {path.as_posix() for path in companion_files(source) if path.name.lower().endswith(CODE_SUFFIXES)}
     differences = [Difference(path, "is code that the source does not have") for path in sorted(ours - theirs)]
     differences += [Difference(path, "is the source's code, and missing here") for path in sorted(theirs - ours)]
     differences += [Difference(path, "is code that differs from the source's") for path in sorted(ours & theirs)
-                    if not _same_bytes(directory / path, source / path)]
+                    if not same_bytes(directory / path, source / path)]
     return differences
 
 
@@ -89,13 +92,3 @@ def _holds_weights(path: Path) -> bool:
     # a safetensors file under another name: a header length, then a brace
     is_shard = len(head) == 9 and head[8:] == b"{" and int.from_bytes(head[:8], "little") < os.path.getsize(path)
     return is_shard or head.startswith(WEIGHT_MAGIC)
-
-
-def _same_bytes(path: Path, other: Path) -> bool:
-    if not other.is_file() or path.stat().st_size != other.stat().st_size:
-        return False
-    with open(path, "rb") as ours, open(other, "rb") as theirs:
-        while piece := ours.read(1 << 20):
-            if piece != theirs.read(1 << 20):
-                return False
-    return True

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gemq import output
 from gemq.errors import IntegrityError, UsageError
 from gemq.quantize.matching import is_known, matrix_module, shares_keys_and_values, unmatched
 from gemq.quantize.schemes import Quantization, Scheme, quantization_of
@@ -24,6 +25,7 @@ from gemq.quantize.seal import Difference
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
               "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}  # fmt: skip
 _OF_UNITS = {"weight_packed", "weight_scale", "qweight"}  # a module with one of these is quantized
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _LONGEST_HEADER_BYTES = 100_000_000
 _LARGEST = 2**63 - 1
 _KEYS_AND_VALUES = re.compile(r"(?:^|\.)layers\.\d+\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\.[a-z_]+$")
@@ -127,12 +129,50 @@ def _entry_problem(name: str, entry: object) -> str:
 
 def read_tensors(directory: Path) -> tuple[dict[str, Tensor], list[Difference]]:
     """All tensors of a checkpoint by name, and where shards, index and each other disagree. Raises UsageError if there are none."""
-    index = directory / "model.safetensors.index.json"
-    differences: list[Difference] = []
-    tensors: dict[str, Tensor] = {}
+    index = directory / INDEX_FILE
     shards = sorted(path for path in directory.rglob("*.safetensors") if path.parent == directory or not path.is_dir())
     if not shards and not index.exists():
         raise UsageError(f"{directory} has no safetensors weights", "give a directory with model.safetensors, or shards and their index")
+    tensors, differences = _tensors_of(directory, shards)
+    if index.exists():
+        weight_map, total, broken = _read_index(index)
+        differences += broken or _index_differences(index, weight_map, tensors)
+        stored = sum(tensor.nbytes for tensor in tensors.values())
+        if not broken and total is not None and total != stored:
+            differences.append(Difference(index.name, f"claims a total_size of {str(total)[:40]}, the shards hold {stored}"))
+    elif [shard.name for shard in shards] != ["model.safetensors"]:
+        differences.append(Difference(index.name, "is missing, and there is more than one shard"))
+    return tensors, differences
+
+
+def read_source_tensors(directory: Path) -> tuple[dict[str, Tensor], list[Difference]]:
+    """All tensors of a source by name, and what is wrong with its files, which may be a stranger's work.
+
+    Read are the files that its index names, or model.safetensors; others (adapters, folders, shards left over) are no part of it. A total_size
+    that is wrong or missing, which no reader asks for, is a warning. Raises UsageError if there are no weights.
+    """
+    index = directory / INDEX_FILE
+    if not index.exists():
+        if not (directory / SINGLE_FILE).exists():
+            raise UsageError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}", "give the directory of the unquantized model")
+        return _tensors_of(directory, [directory / SINGLE_FILE])
+    weight_map, total, broken = _read_index(index)
+    if broken:
+        return {}, broken
+    outside = [name for name, file in weight_map.items() if file != Path(file).name or file in (".", "..", "")]
+    if outside:
+        return {}, [Difference(outside[0], f"is outside the source, {index.name} places it in {weight_map[outside[0]]!r}")]
+    tensors, differences = _tensors_of(directory, [directory / file for file in sorted(set(weight_map.values()))])
+    stored = sum(tensor.nbytes for tensor in tensors.values())
+    if not differences and total != stored:
+        output.warn(f"{index} claims a total_size of {str(total)[:40]}, the shards hold {stored}; nothing depends on it")
+    listed = {name: tensor for name, tensor in tensors.items() if name in weight_map}  # readers take the others of a file too
+    return tensors, differences + _index_differences(index, weight_map, listed)
+
+
+def _tensors_of(directory: Path, shards: list[Path]) -> tuple[dict[str, Tensor], list[Difference]]:
+    differences: list[Difference] = []
+    tensors: dict[str, Tensor] = {}
     for shard in shards:
         try:
             found = read_shard(shard)
@@ -143,24 +183,24 @@ def read_tensors(directory: Path) -> tuple[dict[str, Tensor], list[Difference]]:
             if name in tensors:
                 differences.append(Difference(name, f"stands in {tensors[name].file.name} and in {shard.name}"))
             tensors[name] = tensor
-    if index.exists():
-        differences += _index_differences(index, tensors)
-    elif [shard.name for shard in shards] != ["model.safetensors"]:
-        differences.append(Difference(index.name, "is missing, and there is more than one shard"))
     return tensors, differences
 
 
-def _index_differences(index: Path, tensors: dict[str, Tensor]) -> list[Difference]:
+def _read_index(index: Path) -> tuple[dict[str, str], object, list[Difference]]:
+    """The weight_map of an index, its total_size (None where it has none), and why it can't be read."""
     try:
         document = strict_json(index.read_bytes(), index.name)
         weight_map = document["weight_map"]
         if not all(isinstance(file, str) for file in weight_map.values()):
             raise TypeError
-        total = document.get("metadata", {}).get("total_size")
+        return weight_map, (document.get("metadata") or {}).get("total_size"), []
     except IntegrityError as error:
-        return [Difference(index.name, error.message)]
+        return {}, None, [Difference(index.name, error.message)]
     except (OSError, KeyError, TypeError, AttributeError):
-        return [Difference(index.name, "has no weight_map of names to files")]
+        return {}, None, [Difference(index.name, "has no weight_map of names to files")]
+
+
+def _index_differences(index: Path, weight_map: dict[str, str], tensors: dict[str, Tensor]) -> list[Difference]:
     differences = []
     for name in sorted(set(weight_map) | set(tensors)):
         if name not in tensors:
@@ -169,9 +209,6 @@ def _index_differences(index: Path, tensors: dict[str, Tensor]) -> list[Differen
             differences.append(Difference(name, f"is in {tensors[name].file.name}, {index.name} does not list it"))
         elif index.parent / weight_map[name] != tensors[name].file:
             differences.append(Difference(name, f"is in {tensors[name].file.name}, {index.name} places it in {weight_map[name]!r}"))
-    stored = sum(tensor.nbytes for tensor in tensors.values())
-    if total is not None and total != stored:
-        differences.append(Difference(index.name, f"claims a total_size of {str(total)[:40]}, the shards hold {stored}"))
     return differences
 
 

@@ -6,41 +6,33 @@ import copy
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from gemq.atomic import write_file, write_point
+from gemq.quantize.architectures import QUANTIZATION_KEYS
 from gemq.quantize.card import reports
+from gemq.quantize.companions import companion_files
+from gemq.quantize.output_head import state_tying
 from gemq.quantize.plan import Plan
 from gemq.quantize.provenance import MANIFEST_FILE, PROVENANCE_FILE, RECIPE_FILE, statement, statement_bytes
-from gemq.quantize.seal import REPORTS, SEAL_FILE, SealedFile
-
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".tflite", ".pkl", ".npz")
-_OWN_FILES = {"gemq-demo.json", "config.json", "quantize_config.json", ".gitattributes",
-              MANIFEST_FILE, RECIPE_FILE, PROVENANCE_FILE, SEAL_FILE, *REPORTS}
+from gemq.quantize.seal import SealedFile
 
 
 def checkpoint_config(plan: Plan) -> dict[str, Any]:
-    """The source's config.json with the quantization's description, and an untied head where the head has weights of its own."""
-    config = copy.deepcopy(plan.skeleton.config)
+    """The source's config.json with the quantization's description, and an untied head where the head has weights of its own.
+
+    A copy of the embedding that the source stores as its head is not its own, until one of the two is quantized (output_head.py).
+    """
+    skeleton, quantized = plan.skeleton, plan.quantized_matrices
+    config, text_key = copy.deepcopy(skeleton.config), skeleton.architecture.text_config
+    for level in (config, *([config[text_key]] if text_key else [])):
+        for key in QUANTIZATION_KEYS:
+            level.pop(key, None)  # null: a quantized source is refused
     config["quantization_config"] = plan.storage.quantization_config(plan)
-    if "lm_head" in plan.quantized_matrices:
-        config["tie_word_embeddings"] = False
-        if plan.skeleton.architecture.text_config:
-            config[plan.skeleton.architecture.text_config]["tie_word_embeddings"] = False
+    own = skeleton.output_head.own or "lm_head" in quantized or (skeleton.output_head.stored and "model.embed_tokens" in quantized)
+    state_tying(config, skeleton.complete, text_key, tied=not own)
     return config
-
-
-def companion_files(source: Path) -> Iterator[Path]:
-    """What a server needs beside weights and config: tokenizer, processor, templates, code, licences. Relative paths, sorted."""
-    for path in sorted(source.rglob("*")):
-        relative = path.relative_to(source)
-        if any(part.startswith(".") for part in relative.parts) or not path.is_file():
-            continue
-        if path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json") or (path.name in _OWN_FILES and path.parent == source):
-            continue
-        yield relative
 
 
 def manifest_bytes(manifest: dict[str, Any]) -> bytes:

@@ -12,6 +12,7 @@ import torch
 
 import gemq
 from gemq.calibration.sets import CalibrationSet
+from gemq.quantize.companions import left_out
 from gemq.quantize.journal import Resume
 from gemq.quantize.plan import Plan
 from gemq.shards import ShardReader
@@ -73,6 +74,7 @@ def manifest_of(job: Job, hashes: dict[str, str], reports: dict[str, dict[str, A
         "bytes": {"source": plan.source_bytes(), "checkpoint": plan.checkpoint_bytes(), "per_token_source": int(before),
                   "per_token_checkpoint": int(after), "bits_per_decoder_weight": round(plan.bits_per_weight(), 4)},
         "dropped_tensors": plan.dropped,
+        "left_out": left_out(job.source.directory, job.reader),
         **({} if plan.recipe.smoothing is None else {"smoothed_tensors": _smoothed_tensors(plan, reports)}),
         "units": {unit.name: reports[unit.name] for unit in plan.units},
     }  # fmt: skip

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gemq.config_file import complete_config, text_config
 from gemq.errors import UsageError
 from gemq.quantize.schemes import GptqQuantization, Scheme, matches, quantization_of
 
@@ -63,10 +64,11 @@ class Unreadable(Exception):
 
 def shares_keys_and_values(config: Mapping[str, Any], module: str) -> bool:
     """Whether `module` lies in a decoder layer that reads the keys and values of an earlier one, and so has only a q_proj in vLLM."""
-    inner = config.get("text_config")
-    text: Mapping[str, Any] = inner if isinstance(inner, dict) else config
+    text = text_config(dict(config))
     layers, shared = text.get("num_hidden_layers"), text.get("num_kv_shared_layers")
     found = _LAYER.search(module)
+    if found and shared and layers is None:  # the class's default; without shared layers there is nothing to ask
+        layers = text_config(complete_config(dict(config))).get("num_hidden_layers")
     return bool(found and isinstance(layers, int) and isinstance(shared, int) and layers - shared <= int(found.group(1)) < layers)
 
 

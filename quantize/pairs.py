@@ -58,6 +58,12 @@ def experts_apart(originals: dict[str, Tensor], structure: Structure) -> tuple[d
     return result, apart
 
 
+def _head_of(table: str) -> str:
+    """The name of the head's weight in a model whose embedding is called `table`: lm_head stands next to the text model's `model`."""
+    prefix = table.removesuffix("embed_tokens.weight")
+    return (prefix.removesuffix("model.") if prefix.endswith(".model.") else "") + "lm_head.weight"
+
+
 class Pairs:
     """The source's tensors as the checkpoint would name them (`originals`), and which of them each tensor of the checkpoint comes from.
 
@@ -74,10 +80,12 @@ class Pairs:
         """The source's tensor of that name; a head that the source ties comes from its embedding."""
         if weight in self.originals or weight.rpartition("lm_head.weight")[1:] != ("lm_head.weight", ""):
             return self.originals.get(weight)
-        text = self.source_config.get("text_config")
-        stated = [self.source_config.get("tie_word_embeddings"), text.get("tie_word_embeddings") if isinstance(text, dict) else None]
+        # at the top level, where the class that holds the head looks; a text config's own word counts where it is all there is
+        untied = self.source_config.get("tie_word_embeddings") is False
         tables = [name for name in self.originals if name == "embed_tokens.weight" or name.endswith(".embed_tokens.weight")]
-        return self.originals[tables[0]] if len(tables) == 1 and False not in stated else None
+        if untied or len(tables) != 1 or any(name.endswith("lm_head.weight") for name in self.originals):
+            return None
+        return self.originals[tables[0]] if weight == _head_of(tables[0]) else None
 
     def units(self) -> list[tuple[Unit, Tensor]]:
         """The quantized units that the source has a weight of, by name, each with that weight."""

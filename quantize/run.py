@@ -22,6 +22,7 @@ from gemq.output_paths import require_separate
 from gemq.quantize import gptq, smoothing
 from gemq.quantize.card import inherited_fields
 from gemq.quantize.checkpoint import accounts, write_companions
+from gemq.quantize.companions import files_read
 from gemq.quantize.experts import solve_experts
 from gemq.quantize.folds import Folds
 from gemq.quantize.follower import Share
@@ -112,9 +113,10 @@ class _Run:
         self._hashing: Future[dict[str, str]] | None = None
         self._stopping = threading.Event()
         self.hashes: dict[str, str] = {}
+        sources = files_read(job.source.directory, job.reader)
         if not later:
             with self.phases("hash the source"):
-                self.hashes = file_hashes(job.source.directory)
+                self.hashes = file_hashes(job.source.directory, sources)
         identity = identity_of(job, self.hashes)
         self.directory = partial / "checkpoint"
         self.writer = ShardWriter(self.directory, self.plan.specs)
@@ -128,7 +130,7 @@ class _Run:
         self.writing = Writing(self.writer, self.journal, self.phases, self._threads, self._know_source if later else None)
         if later:
             pool = ThreadPoolExecutor(1, "source")
-            self._hashing = pool.submit(file_hashes, job.source.directory, beside=self._stopping)
+            self._hashing = pool.submit(file_hashes, job.source.directory, sources, beside=self._stopping)
             pool.shutdown(wait=False)
         self._parts: dict[str, list[Unit]] = {}
         for unit in self.plan.units:

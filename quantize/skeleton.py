@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemq.config_file import read_config
+from gemq.config_file import complete_config, read_config
 from gemq.errors import IntegrityError, UsageError
 from gemq.quantize import architectures
 from gemq.quantize.architectures import EXPERT_TENSORS, KEPT_LINEARS, LAYER_LINEARS, MODEL_LINEARS, TABLES, Architecture, LinearKind
+from gemq.quantize.output_head import OutputHead, find_head
+from gemq.quantize.source_tensors import (
+    explain_no_embedding,
+    refuse_adapters,
+    refuse_two_layouts,
+    require_known_dtype,
+    require_one_model,
+)
 from gemq.quantize.whole_model import full_inventory, require_every_tensor
 from gemq.shards import INDEX_FILE, SINGLE_FILE, ShardReader, TensorSpec
 
@@ -45,18 +52,28 @@ class Matrix:
 
 @dataclass
 class Skeleton:
-    """The text model on the meta device (`model`, a ...ForCausalLM) beside the source's inventory of tensors."""
+    """The text model on the meta device (`model`, a ...ForCausalLM), and the source's inventory of tensors."""
 
     architecture: Architecture
-    config: dict[str, Any]
+    config: dict[str, Any]  # config.json
+    complete: dict[str, Any]  # with its class's defaults
     text: Any  # the transformers config of the decoder
     model: Any  # nn.Module; torch types its attributes as Tensor | Module
     prefix: str
-    head: str
-    tied: bool
+    output_head: OutputHead
     inventory: dict[str, TensorSpec]
     matrices: list[Matrix]  # that are multiplied
     tables: list[Matrix]
+
+    @property
+    def head(self) -> str:
+        """The head's module, as the source spells it."""
+        return self.output_head.name
+
+    @property
+    def tied(self) -> bool:
+        """Whether the files hold no weight of the head's: it is the embedding."""
+        return not self.output_head.stored
 
     @property
     def decoder(self) -> Any:
@@ -105,7 +122,6 @@ def build_text_model(config: dict[str, Any]) -> tuple[Any, Any]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     row = architectures.architecture_of(config)
-    architectures.check_text_config(architectures.text_config_of(config))
     config = copy.deepcopy(config)
     try:
         whole = CONFIG_MAPPING[config["model_type"]].from_dict(config)
@@ -119,39 +135,33 @@ def build_text_model(config: dict[str, Any]) -> tuple[Any, Any]:
     return model.eval(), text
 
 
-def _find(choices: Iterable[str], suffix: str, inventory: Mapping[str, TensorSpec]) -> str | None:
-    return next((choice for choice in choices if choice + suffix in inventory), None)
-
-
 def load_skeleton(directory: Path) -> tuple[Skeleton, ShardReader | None]:
     """The skeleton of the source in `directory`, and its reader (None where there is only a config.json, for a plan)."""
     config = read_config(directory)
     row = architectures.architecture_of(config)
     architectures.refuse_quantized(config)
+    architectures.check_text_config(architectures.text_config_of(config))
+    require_known_dtype(config)
+    complete = complete_config(config)
+    require_one_model(directory, config, complete, row)
     model, text = build_text_model(config)
     reader = None
     if (directory / SINGLE_FILE).exists() or (directory / INDEX_FILE).exists():
         reader = ShardReader(directory)
+        refuse_two_layouts(directory, reader)
+        refuse_adapters(reader.tensors)
         inventory = {name: TensorSpec(name, info.dtype, info.shape) for name, info in reader.tensors.items()}
     else:
         inventory = full_inventory(config, row)
-    prefix = _find(row.prefixes, "embed_tokens.weight", inventory)
-    if prefix is None:
-        raise IntegrityError(
-            f"{directory} has no {row.prefixes[0]}embed_tokens.weight", "fetch the source again: a shard may be missing from its index"
-        )
-    head = _find(row.head_names, ".weight", inventory)
-    tied = head is None
-    if tied and not (config.get("tie_word_embeddings", getattr(text, "tie_word_embeddings", True))):
-        raise IntegrityError(
-            f"config.json says that the head is not tied, and {directory} has no {row.head_names[0]}.weight", "fetch the source again"
-        )
-    head = head or row.head_names[row.prefixes.index(prefix)]
-    skeleton = Skeleton(row, config, text, model, prefix, head, tied, inventory, [], [])
+    prefix = next((prefix for prefix in row.prefixes if f"{prefix}embed_tokens.weight" in inventory), "")
+    if not prefix:
+        explain_no_embedding(directory, row, inventory)
+    head = find_head(directory, row, complete, inventory, reader, prefix)
+    skeleton = Skeleton(row, config, complete, text, model, prefix, head, inventory, [], [])
     skeleton.matrices = _matrices(skeleton)
     skeleton.tables = _tables(skeleton)
     if reader is not None:
-        require_every_tensor(skeleton)
+        require_every_tensor(skeleton, directory)
     return skeleton, reader
 
 

@@ -13,6 +13,7 @@ from gemq.errors import IntegrityError
 from gemq.quantize.audit import Tensor, Unit
 
 Floats = NDArray[np.float32]
+_CHUNK_BYTES = 8 << 20
 
 _open = local()
 
@@ -25,6 +26,19 @@ def read(tensor: Tensor, start: int, nbytes: int) -> bytes:
     if len(raw) != nbytes:
         raise IntegrityError(f"{tensor.file} ended while {tensor.name} was read", "the file changed: fetch or copy it again")
     return raw
+
+
+def first_difference(tensor: Tensor, original: Tensor) -> str:
+    """Where a copied tensor is not the source's ("" when it is, byte for byte)."""
+    if (tensor.dtype, tensor.shape) != (original.dtype, original.shape):
+        return f"is {tensor.dtype} {list(tensor.shape)}, the source has {original.dtype} {list(original.shape)}"
+    for start in range(0, tensor.nbytes, _CHUNK_BYTES):
+        nbytes = min(_CHUNK_BYTES, tensor.nbytes - start)
+        ours, theirs = read(tensor, start, nbytes), read(original, start, nbytes)
+        if ours != theirs:
+            at = int(np.argmax(np.frombuffer(ours, np.uint8) != np.frombuffer(theirs, np.uint8)))
+            return f"differs from the source from byte {start + at} of {tensor.nbytes} on"
+    return ""
 
 
 def decode(raw: bytes, dtype: str) -> Floats:

@@ -33,13 +33,14 @@ from numpy.typing import NDArray
 
 from gemq import output
 from gemq.errors import GemqError, IntegrityError, UsageError
-from gemq.quantize.audit import Structure, Tensor, Unit, audit_structure, read_tensors
+from gemq.quantize.audit import Structure, Tensor, Unit, audit_structure, read_source_tensors
 from gemq.quantize.pairs import ExpertMatrix, Pairs
+from gemq.quantize.schemes import SCALE_DTYPES
 from gemq.quantize.seal import Difference
-from gemq.quantize.stored import Floats, integers_of, read, scales_of, zero_points_of
+from gemq.quantize.stored import Floats, decode, first_difference, integers_of, read, scales_of, zero_points_of
+from gemq.quantize.verify_files import file_differences
 from gemq.quantize.verify_smoothing import Smoothing, column_problem, smoothing_of, source_rows
 
-_CHUNK_BYTES = 8 << 20
 _LARGEST_CLIP = 1.9
 _LARGEST_ERROR_RATIO = 4.0
 _NEIGHBOURS_STEPS = 12.0
@@ -97,14 +98,18 @@ def bounds(unit: Unit) -> tuple[float, float]:
 
 
 def verify_against_source(directory: Path, source: Path, structure: Structure | None = None) -> Comparison:
-    """Compare every tensor of a checkpoint with the source it was made from. Raises IntegrityError if the source itself is broken."""
+    """Compare every tensor, the config and every other file of a checkpoint with the source that it was made from.
+
+    Raises UsageError for a source that is quantized, IntegrityError for one that is damaged.
+    """
     structure = structure or audit_structure(directory)
     if not source.is_dir():
         raise UsageError(f"the source {source} is no directory", "give the directory of the unquantized model")
-    originals, broken = read_tensors(source)
+    originals, broken = read_source_tensors(source)
     if broken:
         raise IntegrityError(f"the source {source} is not whole: {broken[0]}", "fetch the source again")
     comparison, pairs = Comparison(), Pairs(directory, source, structure, originals)
+    comparison.differences += file_differences(pairs, originals)
     smoothing = smoothing_of(pairs)
     comparison.differences += smoothing.differences
     jobs: list[tuple[int, Callable[[], object]]] = []
@@ -133,7 +138,7 @@ def verify_against_source(directory: Path, source: Path, structure: Structure | 
 
 def _account_for_the_rest(comparison: Comparison, pairs: Pairs) -> None:
     structure, kinds, wrong = pairs.structure, comparison.kinds, comparison.differences
-    declared_added, declared_dropped = pairs.manifest_names("added_tensors"), pairs.manifest_names("dropped_tensors")
+    declared_dropped = pairs.manifest_names("dropped_tensors")
     used = {original.name for _, original in [*pairs.units(), *pairs.copies()]}
     for name, tensor in sorted(structure.tensors.items()):
         module, _, suffix = name.rpartition(".")
@@ -142,9 +147,10 @@ def _account_for_the_rest(comparison: Comparison, pairs: Pairs) -> None:
             continue
         kinds["added"].add(0, tensor.nbytes)
         comparison.added.append(name)
-        explained = structure.quantization.kv_scales and suffix in ("k_scale", "v_scale")
-        if not explained and name not in declared_added:
-            wrong.append(Difference(name, "is added: the source has no such tensor, and the manifest does not declare it"))
+        if not (structure.quantization.kv_scales and suffix in ("k_scale", "v_scale")):
+            wrong.append(Difference(name, "is added: the source has no such tensor"))
+        elif problem := _kv_scale_problem(tensor, pairs):
+            wrong.append(Difference(name, problem))
     for name, original in sorted(pairs.originals.items()):
         if name in used:
             if name in declared_dropped:
@@ -160,6 +166,17 @@ def _account_for_the_rest(comparison: Comparison, pairs: Pairs) -> None:
     for name in sorted(declared_dropped - set(pairs.originals)):
         why = "is there, expert by expert" if name in pairs.apart else "the source has no such tensor"
         wrong.append(Difference(name, f"is declared as dropped in the manifest, and {why}"))
+
+
+def _kv_scale_problem(tensor: Tensor, pairs: Pairs) -> str:
+    """Why an added tensor can't be the scale of an attention's keys or values ("" if it can)."""
+    attention = tensor.name.rpartition(".")[0]
+    if not attention.endswith(".self_attn") or f"{attention}.q_proj.weight" not in pairs.originals:
+        return "is added: the source has no attention of that name, whose keys or values it could scale"
+    if tensor.dtype not in SCALE_DTYPES or tensor.shape not in ((), (1,)):
+        return f"is {tensor.dtype} {list(tensor.shape)}, a scale of a KV cache is one number, {'/'.join(SCALE_DTYPES)}"
+    value = float(decode(read(tensor, 0, tensor.nbytes), tensor.dtype)[0])
+    return "" if 0 < value < math.inf else f"is {value}, a scale is a positive number"
 
 
 def _run(jobs: list[tuple[int, Callable[[], object]]]) -> list[object]:
@@ -179,19 +196,6 @@ def _run(jobs: list[tuple[int, Callable[[], object]]]) -> list[object]:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(one, sorted(range(len(jobs)), key=lambda position: -jobs[position][0])))
     return results
-
-
-def first_difference(tensor: Tensor, original: Tensor) -> str:
-    """Where a copied tensor is not the source's ("" when it is, byte for byte)."""
-    if (tensor.dtype, tensor.shape) != (original.dtype, original.shape):
-        return f"is {tensor.dtype} {list(tensor.shape)}, the source has {original.dtype} {list(original.shape)}"
-    for start in range(0, tensor.nbytes, _CHUNK_BYTES):
-        nbytes = min(_CHUNK_BYTES, tensor.nbytes - start)
-        ours, theirs = read(tensor, start, nbytes), read(original, start, nbytes)
-        if ours != theirs:
-            at = int(np.argmax(np.frombuffer(ours, np.uint8) != np.frombuffer(theirs, np.uint8)))
-            return f"differs from the source from byte {start + at} of {tensor.nbytes} on"
-    return ""
 
 
 def nearest_e4m3(values: Floats) -> Floats:

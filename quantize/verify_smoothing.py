@@ -88,7 +88,13 @@ def _consumers_problem(pairs: Pairs, layer: str, path: str) -> str:
         return "the source has nothing that reads its output"
     if path == "pre_feedforward_layernorm" and any(name.startswith(f"{layer}.experts.") for name in pairs.originals):
         return "stands beside a mixture of experts, whose norms are not smoothed"
-    for name in [*readers, *([f"{layer}.mlp.up_proj"] if path == "mlp.up_proj" else [])]:
+    if path == "mlp.up_proj":  # its rows are scaled in their scales, whatever the numbers are that these multiply
+        producer = pairs.structure.units.get(f"{layer}.{path}")
+        if producer is None:
+            return f"{layer}.{path} is not quantized"
+        if producer.scheme.strategy == "tensor":
+            return f"{layer}.{path} is {producer.scheme.label()}, and one scale for all rows can't take those of single rows"
+    for name in readers:
         unit = pairs.structure.units.get(name)
         if unit is None:
             return f"{name} is not quantized"

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gemq.errors import IntegrityError, UsageError
 from gemq.quantize.architectures import Architecture
+from gemq.quantize.source_tensors import refuse_text_only, require_one_name_each, require_only_known
 from gemq.shards import DTYPE_NAMES, TensorSpec
 
 if TYPE_CHECKING:
@@ -62,14 +64,17 @@ def source_names(model: Any, inventory: Mapping[str, TensorSpec]) -> dict[str, s
     return {rename_source_key(name, renamings, [], model.base_model_prefix, known)[0]: name for name in inventory}
 
 
-def require_every_tensor(skeleton: Skeleton) -> None:
+def require_every_tensor(skeleton: Skeleton, directory: Path) -> None:
     """Raise IntegrityError naming the first tensor that the config implies and the source lacks, or has in another shape.
 
+    Raises UsageError for one that the model has no part for, or has two names for, and for a language model under a multimodal config.
     Clip bounds are asked for only where the source has their like: without any of them nothing is clipped. Names are those that
     transformers saves, which a source in an older layout spells with other prefixes.
     """
     model = build_whole_model(skeleton.config, skeleton.architecture)
     names, tied = source_names(model, skeleton.inventory), tied_names(model)
+    require_one_name_each(names, skeleton.inventory)
+    refuse_text_only(skeleton, names, directory)
     stored_leaves = {name.rpartition(".")[2] for name in names}
     missing = []
     for name, tensor in model.state_dict().items():
@@ -85,3 +90,4 @@ def require_every_tensor(skeleton: Skeleton) -> None:
     if missing:
         more = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
         raise IntegrityError(f"the source has no tensor {missing[0]}, which its config implies{more}", "fetch or copy the source again")
+    require_only_known(skeleton, names, model.state_dict())

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gemq import output
-from gemq.config_file import read_config
+from gemq.config_file import complete_config, read_config, text_config
 from gemq.errors import IntegrityError, UsageError
 from gemq.quantize import seal
 from gemq.quantize.audit import Structure, audit_structure, strict_json
@@ -132,8 +132,7 @@ def why_not(checkpoint: Checkpoint, taken: Taken) -> list[str]:
     reasons = []
     if not (isinstance(names, list) and len(names) == 1 and names[0] in taken.architectures):
         reasons.append(f"its architecture is {names}, {taken.model} is a {taken.architectures[0]}")
-    inner = config.get("text_config")
-    text: dict[str, Any] = inner if isinstance(inner, dict) else config
+    text = text_config(complete_config(config))
     for key, value in taken.text.items():
         if text.get(key) != value:
             reasons.append(f"its {key} is {text.get(key)}, {taken.model} has {value}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gemq import atomic, output
-from gemq.config_file import read_config
+from gemq.config_file import read_complete_config, text_config
 from gemq.errors import UsageError
 from gemq.eval.target import Target
 from gemq.eval.workloads import Load, Prompt, find_workload, make_text_prompts, make_token_prompts, prompts_for, read_prompts, tokenized
@@ -98,7 +98,7 @@ def prepare(options: Options) -> Prepared:
     for load in loads:
         _require_fit(prompts[load.name], load.output_tokens, limit, load.name)
     _require_fit(greedy, options.greedy_tokens, limit, "--greedy-tokens")
-    config = {} if target.checkpoint is None else read_config(target.checkpoint)
+    config = {} if target.checkpoint is None else read_complete_config(target.checkpoint)
     python = find_python(options.python)
     backends = next(switch for switch in SWITCHES if switch.name == "attention").values
     output.note(f"asking {python} for vLLM's switches")
@@ -194,8 +194,7 @@ def kernel_list(config: dict[str, Any]) -> str:
 
 def head_sizes(config: dict[str, Any]) -> list[int]:
     """The attention heads' sizes that a config tells."""
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
-    assert isinstance(text, dict)
+    text = text_config(config)
     found = [text.get("head_dim"), text.get("global_head_dim")]
     if not isinstance(found[0], int) and isinstance(text.get("hidden_size"), int) and isinstance(text.get("num_attention_heads"), int):
         found[0] = text["hidden_size"] // text["num_attention_heads"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 
 from gemq.quantize.seal import write_seal
 from gemq.shards import DTYPE_NAMES, ShardReader, ShardWriter, TensorSpec
+from gemq.source import file_hashes
 
 TEXT = "model.language_model"
 LAYERS, SHARED, HIDDEN, FFN, VOCABULARY = 3, 1, 64, 96, 96
@@ -62,6 +65,7 @@ def config(groups: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
     made: dict[str, Any] = {"architectures": ["Small"], "text_config": {
         "num_hidden_layers": LAYERS, "num_kv_shared_layers": SHARED, "tie_word_embeddings": groups is None}}
     if groups is not None:
+        made["tie_word_embeddings"] = False
         made["quantization_config"] = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups,
                                        "ignore": ["re:.*vision_tower.*"], "quantization_status": "compressed"}
     return made
@@ -116,16 +120,25 @@ def write_source(directory: Path) -> Path:
     write_tensors(directory, source_tensors())
     (directory / "config.json").write_text(json.dumps(config()))
     (directory / "modeling_small.py").write_text("# the source's own code\n")
+    (directory / "tokens").mkdir()
+    (directory / "tokens" / "vocabulary.txt").write_text("größer\n", encoding="utf-8")
     return directory
+
+
+@cache
+def source_digests() -> dict[str, str]:
+    """The SHA-256 of the source's files, as a manifest records them."""
+    with tempfile.TemporaryDirectory() as folder:
+        return file_hashes(write_source(Path(folder) / "source"))
 
 
 def write_checkpoint(directory: Path, tensors: dict[str, torch.Tensor] | None = None, groups: dict[str, dict[str, Any]] | None = None,
                      manifest: dict[str, Any] | None = None, extra: dict[str, bytes] | None = None) -> Path:
-    """A sealed checkpoint on disk."""
+    """A sealed checkpoint on disk; its manifest records the source's digests, and `manifest`."""
     directory.mkdir(parents=True)
     write_tensors(directory, checkpoint_tensors() if tensors is None else tensors)
     (directory / "config.json").write_text(json.dumps(config(GROUPS if groups is None else groups), indent=2))
-    (directory / "gemq.json").write_text(json.dumps(manifest or {}))
+    (directory / "gemq.json").write_text(json.dumps({"source": {"files": source_digests()}} | (manifest or {})))
     (directory / "modeling_small.py").write_text("# the source's own code\n")
     for name, content in (extra or {"tokens/vocabulary.txt": "größer\n".encode()}).items():
         (directory / name).parent.mkdir(exist_ok=True)

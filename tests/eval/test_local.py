@@ -149,12 +149,16 @@ def test_not_a_checkpoint(tmp_path: Path, records_file: Path) -> None:
         ({"architectures": ["NobodysForCausalLM"]}, "does not know"),
         ({"architectures": None}, "architectures None"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes'"),
-        ({"vocab_size": None}, "vocab_size"),
     ],
 )
 def test_wrong_kind_of_checkpoint(source: Path, records_file: Path, tmp_path: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         evaluate_ppl(str(broken_copy(source, tmp_path, **changes)), records_file, device="cpu")
+
+
+def test_a_config_without_vocab_size_means_its_classs_default_and_these_weights_are_not_of_that_size(source, records_file, tmp_path) -> None:
+    with pytest.raises(IntegrityError):
+        evaluate_ppl(str(broken_copy(source, tmp_path, vocab_size=None)), records_file, device="cpu")
 
 
 @pytest.mark.parametrize("kind", ["source", "int4", "gptq"])

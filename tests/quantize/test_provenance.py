@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from gemq.commands import verify as verify_command
 from gemq.errors import IntegrityError
-from gemq.quantize.checkpoint import companion_files
+from gemq.quantize.companions import companion_files
 from gemq.quantize.provenance import (
     PROVENANCE_FILE,
     parse_statement,

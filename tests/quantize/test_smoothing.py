@@ -350,6 +350,56 @@ def test_verify_refuses_a_smoothed_norm_whose_readers_stayed_as_they_were(rough,
     assert "is not quantized" in str(verify_against_source(bad, rough).differences)
 
 
+GATE_UP = {
+    "int4-group": "{weights: {num_bits: 4, strategy: group, group_size: 64}}",
+    "int4-channel": "{weights: {num_bits: 4, strategy: channel}}",
+    "int8-group": "{weights: {num_bits: 8, strategy: group, group_size: 32}}",
+    "int8-channel": "{weights: {num_bits: 8, strategy: channel}}",
+    "w8a8": "{weights: {num_bits: 8, strategy: channel}, input_activations: {type: int}}",
+    "fp8": "{weights: {num_bits: 8, type: float, strategy: channel}, input_activations: {type: float}}",
+}
+
+
+@pytest.fixture(scope="module", params=list(GATE_UP))
+def beside(request, rough, tmp_path_factory):
+    """A checkpoint whose down_proj is smoothed through an up_proj of each scheme, and whether gate and up are smoothed too."""
+    gate_up = f"  - {{match: ['re:.*mlp.(gate|up)_proj$'], scheme: {GATE_UP[request.param]}}}\n"
+    made = parse_recipe(f"{HEAD}smoothing: {{alphas: [0.25, 0.5, 0.9]}}\nrules:\n{gate_up}  - {RULES.removeprefix('rules: [').rstrip()[:-1]}\n", "here")
+    out = tmp_path_factory.mktemp("beside") / "checkpoint"
+    manifest = run_job(rough, out, made).manifest
+    assert UP in manifest["smoothed_tensors"]
+    return out, NORM in manifest["smoothed_tensors"]
+
+
+def test_verify_accepts_a_down_proj_that_is_smoothed_through_an_up_proj_of_any_scheme(beside, rough):
+    checkpoint, _ = beside
+    assert audit_structure(checkpoint).differences == []
+    assert verify_against_source(checkpoint, rough).differences == []
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (row_scales(7, 2.0), {"model.layers.0.mlp.down_proj"}),
+        (row_scales(7, 0.5), {"model.layers.0.mlp.down_proj"}),
+        (row_scales(7, -1.0), {"model.layers.0.mlp.up_proj"}),
+        (row_scales(7, 64.0), {UP}),
+        (row_scales(slice(None), 2.0), {"model.layers.0.mlp.down_proj"}),
+        (row_scales(slice(None), 1.3), {"model.layers.0.mlp.up_proj"}),
+        (louder("model.layers.0.post_feedforward_layernorm.weight", 5, 1.03), {"model.layers.0.post_feedforward_layernorm.weight"}),
+    ],
+)
+def test_verify_refuses_a_forged_scale_beside_an_up_proj_of_any_scheme(change, names, beside, rough, tmp_path):
+    found = {difference.path for difference in verify_against_source(edited(beside[0], tmp_path, change), rough).differences}
+    assert names <= found, found
+
+
+def test_a_norm_that_smoothing_left_alone_may_not_move_at_all(beside, rough, tmp_path):
+    checkpoint, norm_is_smoothed = beside
+    found = {difference.path for difference in verify_against_source(edited(checkpoint, tmp_path, louder(NORM, 5, 1.03)), rough).differences}
+    assert norm_is_smoothed or NORM in found, found
+
+
 def test_the_audit_finds_nothing_in_a_smoothed_checkpoint_and_its_card_names_what_changed(smoothed):
     assert audit_structure(smoothed[0]).differences == []
     norms = sum(name.endswith("layernorm.weight") for name in smoothed[1].manifest["smoothed_tensors"])

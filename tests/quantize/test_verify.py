@@ -81,7 +81,7 @@ def test_an_honest_checkpoint_is_accounted_for_to_the_last_tensor(honest: Path, 
 
 def test_the_source_itself_is_all_copied(source: Path) -> None:
     comparison = verify_against_source(source, source)
-    assert comparison.differences == []
+    assert names(comparison.differences) == ["gemq.json"]  # the source has no manifest
     assert comparison.kinds["copied"].count == len(read_tensors(source)[0])
 
 
@@ -197,13 +197,46 @@ def test_gptq_on_strongly_correlated_inputs_is_not_accused(tmp_path: Path, sourc
 # --- added, missing, dropped
 
 
-def test_an_added_tensor_is_named_unless_the_manifest_declares_it(tmp_path: Path, source: Path, tensors: Tensors) -> None:
-    more = {**tensors, "drafter.weight": torch.zeros(4, 4, dtype=torch.bfloat16)}
-    comparison = judged(tmp_path / "a", source, more)
-    assert names(comparison.differences) == ["drafter.weight"]
-    declared = judged(tmp_path / "b", source, more, manifest={"added_tensors": ["drafter.weight"]})
-    assert declared.differences == []
-    assert (declared.added, declared.kinds["added"].checkpoint_bytes) == (["drafter.weight"], 32)
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize("name", ["drafter.weight", f"{TEXT}.layers.0.self_attn.q_proj.bias", f"{TEXT}.layers.3.self_attn.k_norm.weight",
+                                  f"{TEXT}.layers.0.self_attn.k_scale", "lm_head.bias", "model.vision_tower.head.weight"])  # fmt: skip
+def test_an_added_tensor_is_named_whatever_the_manifest_declares(
+    tmp_path: Path, source: Path, tensors: Tensors, name: str, declared: bool
+) -> None:
+    more = {**tensors, name: torch.zeros(4, 4, dtype=torch.bfloat16)}
+    comparison = judged(tmp_path, source, more, manifest={"added_tensors": [name]} if declared else None)
+    assert names(comparison.differences) == [name]
+    assert (comparison.added, comparison.kinds["added"].checkpoint_bytes) == ([name], 32)
+
+
+def with_kv_scales(tmp_path: Path, tensors: Tensors, scales: Tensors) -> tuple[Path, Any]:
+    directory = write_checkpoint(tmp_path / "edited", {**tensors, **scales})
+    document = json.loads((directory / "config.json").read_text())
+    document["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    (directory / "config.json").unlink()
+    (directory / "config.json").write_text(json.dumps(document))
+    return directory, audit_structure(directory)
+
+
+@pytest.mark.parametrize("made", [torch.tensor([0.25]), torch.tensor(0.25, dtype=torch.bfloat16)])
+def test_scales_of_a_quantized_kv_cache_may_be_added(tmp_path: Path, source: Path, tensors: Tensors, made: torch.Tensor) -> None:
+    scales = {f"{TEXT}.layers.{layer}.self_attn.{part}_scale": made for layer in range(3) for part in "kv"}
+    directory, structure = with_kv_scales(tmp_path, tensors, scales)
+    comparison = verify_against_source(directory, source, structure)
+    assert (comparison.differences, sorted(comparison.added)) == ([], sorted(scales))
+
+
+@pytest.mark.parametrize(("module", "made"), [
+    ("layers.0.self_attn", torch.tensor([0.0])), ("layers.0.self_attn", torch.tensor([float("nan")])),
+    ("layers.0.self_attn", torch.tensor([-1.0])), ("layers.0.self_attn", torch.ones(2)),
+    ("layers.0.self_attn", torch.tensor([1], dtype=torch.int8)), ("layers.3.self_attn", torch.ones(1)), ("layers.0.mlp", torch.ones(1)),
+    ("self_attn", torch.ones(1))])  # fmt: skip
+def test_a_kv_scale_that_is_no_scale_or_of_no_attention_is_named(
+    tmp_path: Path, source: Path, tensors: Tensors, module: str, made: torch.Tensor
+) -> None:
+    name = f"{TEXT}.{module}.k_scale"
+    directory, structure = with_kv_scales(tmp_path, tensors, {name: made})
+    assert names(verify_against_source(directory, source, structure).differences) == [name]
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path, source: Path, tensors: Tensors) -> None:
@@ -248,9 +281,16 @@ def test_dropped_tensors_that_are_there_or_never_were_are_named(tmp_path: Path, 
 
 def test_a_head_that_the_source_does_not_tie_is_added(tmp_path: Path, tensors: Tensors) -> None:
     untied = write_source(tmp_path / "source")
-    (untied / "config.json").write_text(json.dumps({"text_config": {"tie_word_embeddings": False}}))
-    added = names(judged(tmp_path, untied, tensors).differences)
+    (untied / "config.json").write_text(json.dumps({"tie_word_embeddings": False, "text_config": {}}))
+    added = [name for name in names(judged(tmp_path, untied, tensors).differences) if name.startswith("lm_head")]
     assert sorted(added) == [f"lm_head.{part}" for part in ("weight_packed", "weight_scale", "weight_shape")]
+
+
+def test_a_head_under_another_name_is_added(tmp_path: Path, source: Path, tensors: Tensors) -> None:
+    """The config's pattern would find it, and no engine loads it."""
+    renamed = {name.replace("lm_head.", "model.lm_head."): tensor for name, tensor in tensors.items()}
+    found = names(judged(tmp_path, source, renamed).differences)
+    assert found == [f"model.lm_head.{part}" for part in ("weight_packed", "weight_scale", "weight_shape")]
 
 
 def test_a_broken_source_is_an_error_of_its_own(tmp_path: Path, honest: Path) -> None:
@@ -514,7 +554,7 @@ def test_the_command_names_differences_and_exits_4(tmp_path: Path, source: Path,
     assert error.exit_code == 4
     document = json.loads(out)
     assert not document["ok"]
-    assert [difference["path"] for difference in document["differences"]] == ["notes.txt", "lm_head"]
+    assert {difference["path"] for difference in document["differences"]} == {"notes.txt", "lm_head"}
     assert document["source"]["kinds"]["quantized"]["count"] == 21
 
 

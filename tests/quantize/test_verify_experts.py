@@ -39,9 +39,10 @@ def honest(request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytes
 def judged(out: Path, source: Path, honest: Path, tensors: Tensors, **manifest: Any) -> tuple[list[str], Comparison]:
     """The names of what a checkpoint of `tensors` with the config of `honest` does wrong, lowbarena's rules included."""
     out.mkdir()
-    for name in ("config.json", "chat_template.jinja"):
-        shutil.copyfile(honest / name, out / name)
-    (out / "gemq.json").write_text(json.dumps(manifest))
+    for path in honest.iterdir():
+        if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, out / path.name)
+    (out / "gemq.json").write_text(json.dumps(json.loads((honest / "gemq.json").read_text()) | manifest))
     write_tensors(out, tensors, 1_000_000)
     structure = audit_structure(out)
     comparison = verify_against_source(out, source, structure)

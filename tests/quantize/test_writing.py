@@ -253,7 +253,7 @@ def test_parts_that_wait_for_the_disk_are_recorded_together_up_to_one_that_fails
 def test_a_run_that_ends_early_does_not_wait_for_the_source_s_digests(gemma3, tmp_path, monkeypatch):
     job, ended = make_job(gemma3, tmp_path / "out"), []
 
-    def file_hashes(directory, *, beside):
+    def file_hashes(directory, files, *, beside):
         ended.append(beside.wait(60))
         raise concurrent.futures.CancelledError
 

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from gemq.quantize.plan import Plan
     from gemq.quantize.run import Outcome
     from gemq.quantize.search_run import BudgetData
+    from gemq.quantize.skeleton import Skeleton
+    from gemq.shards import ShardReader
     from gemq.source import Source
 
 DEFAULT_MODEL = "google/gemma-4-E4B-it"
+_SHOWN_FILES = 20
 
 
 def quantize(
@@ -138,6 +141,7 @@ def quantize(
     skeleton, reader = load_skeleton(source.directory)
     plan = make_plan(skeleton, used)
     require_pairs(plan)
+    _tell_of(source, skeleton, reader)
     if dry_run:
         _show_plan(plan, samples, length, chosen, max(1, len(together)), gpu_memory_bytes)
         return
@@ -190,6 +194,19 @@ def quantize(
     job = Job(source, plan, reader, windows, target, seed, chosen, resume, gpu_memory_bytes, together)  # type: ignore[arg-type]
     outcome = make_checkpoint(job, measure)
     _show_outcome(outcome, plan, results[0] if results else None)
+
+
+def _tell_of(source: Source, skeleton: Skeleton, reader: ShardReader | None) -> None:
+    """Print what of the source is not taken as it is written, and which of its files stay behind."""
+    from gemq.quantize.companions import left_out
+    from gemq.quantize.source_tensors import index_note
+
+    for text in filter(None, (skeleton.output_head.note, index_note(source.directory))):
+        output.warn(text)
+    stays = [] if reader is None else left_out(source.directory, reader)
+    if stays:
+        shown = ", ".join(stays[:_SHOWN_FILES]) + (f" and {len(stays) - _SHOWN_FILES} more" if len(stays) > _SHOWN_FILES else "")
+        output.note(f"left out of the checkpoint, since no server reads them: {shown}")
 
 
 def _search(job: Job, budget: Budget, candidates: tuple[str, ...], objective: str, state: Path, builds: int, data: BudgetData, head: bool) -> None:

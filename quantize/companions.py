@@ -1,0 +1,77 @@
+"""Which files of a source go into its checkpoint: what a server reads, by name; everything else is left out, and listed.
+
+An allow-list, since a folder of a model can hold anything: adapters, the optimizer's and the trainer's state, older checkpoints, the same
+weights for other frameworks. None of that is part of what is quantized, measured and sealed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from gemq.errors import IntegrityError
+from gemq.shards import INDEX_FILE, ShardReader
+
+# transformers' names (utils/__init__.py, tokenization_utils_base.py, the tokenizers' vocab_files_names), licences, code of the model's own
+_SERVED = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json", "audio_tokenizer_config.json", "chat_template.json", "*.jinja",
+    "modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py", "*_processing_*.py", "feature_extraction_*.py",
+    "license*", "licence*", "notice*", "copying*", "copyright*", "use_policy*", "*terms_of_use*", "prohibited_use_policy*",
+)  # fmt: skip
+_TEMPLATES = "additional_chat_templates"  # the one folder that transformers reads beside a model: named chat templates
+_NOT_SERVED = ("*.safetensors", "*.bin")  # whatever else a pattern above lets through
+# read for what the checkpoint's own are made of, or gemq's note on a model that it made
+_READ = {"config.json", INDEX_FILE, "README.md", "gemq-demo.json"}
+
+
+def companion_files(source: Path) -> Iterator[Path]:
+    """The files of `source` that are copied into a checkpoint: relative paths, sorted.
+
+    Raises IntegrityError for a link to nothing, which a server would stop at.
+    """
+    for path in sorted(source.iterdir()):
+        if path.name == _TEMPLATES and path.is_dir():
+            yield from (template.relative_to(source) for template in sorted(path.glob("*.jinja")) if template.is_file())
+        elif _is_served(path.name) and not path.is_dir():
+            if not path.is_file():
+                raise IntegrityError(f"{path} is a link to a file that is not there, or not a file", "fetch or copy the source again")
+            yield path.relative_to(source)
+
+
+def left_out(source: Path, weights: ShardReader) -> list[str]:
+    """What of `source` is neither quantized nor copied: its entries by name, sorted, a folder with a slash at its end."""
+    used = _READ | {path.name for path in weights.files} | {path.parts[0] for path in companion_files(source)}
+    return sorted(f"{path.name}/" if path.is_dir() else path.name for path in source.iterdir() if path.name not in used)
+
+
+def files_read(source: Path, weights: ShardReader) -> list[str]:
+    """The files of `source` that a checkpoint is made from: config, index, shards, what is copied, and the model card.
+
+    Raises IntegrityError for a file to copy that is no JSON though its name says so: a server would stop at it.
+    """
+    copied = list(companion_files(source))
+    for path in copied:
+        if path.suffix == ".json":
+            _require_json(source / path)
+    stated = [name for name in ("config.json", INDEX_FILE, "README.md") if (source / name).is_file()]
+    return sorted({*stated, *(path.name for path in weights.files), *(path.as_posix() for path in copied)})
+
+
+def _is_served(name: str) -> bool:
+    lower = name.lower()
+    if name.startswith(".") or any(fnmatchcase(lower, pattern) for pattern in _NOT_SERVED):
+        return False
+    return any(fnmatchcase(lower if "*" in pattern else name, pattern) for pattern in _SERVED)
+
+
+def _require_json(path: Path) -> None:
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise IntegrityError(
+            f"{path} can't be read as JSON ({str(error)[:100]}), and a server reads it", "fetch or copy that file again"
+        ) from None
