@@ -165,7 +165,8 @@ def as_text_model(directory: Path, text_class: str) -> str:
     code = (
         f"import glob, sys; from safetensors.torch import load_file; from transformers import AutoConfig, {text_class} as M; d = sys.argv[1]; "
         "w = {k.replace('language_model.model.', 'model.').replace('model.language_model.', 'model.')"
-        ".replace('language_model.lm_head', 'lm_head'): v for f in glob.glob(d + '/*.safetensors') for k, v in load_file(f).items()}; M.from_pretrained(None, config="
+        ".replace('language_model.lm_head', 'lm_head'): v for f in glob.glob(d + '/*.safetensors') for k, v in load_file(f).items()}; "
+        "M.from_pretrained(None, config="
         "AutoConfig.from_pretrained(d).get_text_config(), state_dict=w, dtype='auto').save_pretrained('text-model')"
     )
     return ("to quantize the language model alone, write it as one, copy the tokenizer's files into it, and give it instead: "

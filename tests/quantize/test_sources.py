@@ -261,6 +261,25 @@ def test_only_what_a_server_reads_is_copied_and_the_rest_is_listed(gemma3, tmp_p
     assert check_arena(checkpoint, source, "lowbarena", structure, verify_against_source(checkpoint, source, structure)) == []
 
 
+def test_an_adapter_in_the_folder_is_not_added_to_the_weights_where_peft_is_installed(gemma3, tmp_path, monkeypatch):
+    from transformers.integrations import peft
+    from transformers.models.auto import auto_factory
+
+    from gemq.calibration.selfgen import generate_self_set
+
+    def found(*arguments: object, **named: object) -> None:
+        raise AssertionError("the adapter was looked for")
+
+    source = shutil.copytree(gemma3, tmp_path / "source")
+    (source / "adapter_config.json").write_text("{}")
+    for module in (peft, auto_factory):
+        monkeypatch.setattr(module, "is_peft_available", lambda: True)
+        monkeypatch.setattr(module, "find_adapter_config_file", found)
+    assert torch.equal(loaded_head(source), loaded_head(source))
+    made = generate_self_set(source, samples=1, length=16, seed=0, device="cpu", cache_dir=tmp_path / "cache")
+    assert len(made.windows) == 1
+
+
 def test_what_is_left_out_does_not_stop_a_run_from_going_on(gemma3, tmp_path, monkeypatch):
     from tests.quantize.small_jobs import stop_job
 
@@ -331,7 +350,8 @@ def strip_defaults(directory: Path) -> None:
 def test_a_config_as_google_writes_it_goes_through_every_step(tmp_path, monkeypatch, kind):
     text = {"vocab_size": 262208, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
             "num_hidden_layers": 2,
-            "layer_types": ["sliding_attention"] * 2, "query_pre_attn_scalar": 256, "max_position_embeddings": 131072, "sliding_window": 4096}  # fmt: skip
+            "layer_types": ["sliding_attention"] * 2, "query_pre_attn_scalar": 256,
+            "max_position_embeddings": 131072, "sliding_window": 4096}  # fmt: skip
     make = build_gemma3_text if kind == "text" else build_gemma3_multimodal
     monkeypatch.setattr(gemma3_models, "save_gemma3_tokenizer", lambda out, size: save_gemma3_tokenizer(out, 512))
     source = make(tmp_path / "source", **text)
