@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gemq import output
+from gemq.adapters import no_adapters
 from gemq.atomic import disk_errors, write_file
 from gemq.calibration.sets import CalibrationSet, digest
 from gemq.calibration.tokenize import encode_text, load_tokenizer, read_limits, short
@@ -184,7 +185,8 @@ def _load_model(model_dir: Path, device: str, dtype: str, parameters: int) -> An
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(model_dir), dtype=getattr(torch, dtype), local_files_only=True)
+        with no_adapters():
+            model = AutoModelForCausalLM.from_pretrained(str(model_dir), dtype=getattr(torch, dtype), local_files_only=True)
         return model.to(device).eval()
     except torch.OutOfMemoryError as error:
         raise UsageError(f"the model doesn't fit into the memory of {device}", "use a calibration file, or --device cpu") from error

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from gemq.adapters import no_adapters
 from gemq.config_file import complete_config, read_config, text_config
 from gemq.devices import choose
 from gemq.errors import GemqError, IntegrityError, UsageError
@@ -177,7 +178,8 @@ def _load(checkpoint: LocalCheckpoint, device: torch.device, dtype: torch.dtype)
                 arguments["state_dict"] = read_state_dict(checkpoint.directory, checkpoint.quantization)
                 del arguments["local_files_only"]
                 source = None
-            model, info = model_class.from_pretrained(source, **arguments)
+            with no_adapters():
+                model, info = model_class.from_pretrained(source, **arguments)
             if method == "compressed-tensors":
                 # it leaves each module with a cache of its own, which holds the weights on the CPU whatever device they are moved to
                 from compressed_tensors.offload import remove_dispatch

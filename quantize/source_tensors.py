@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -122,10 +123,15 @@ def require_only_known(skeleton: Skeleton, names: Mapping[str, str], known: Iter
     if skeleton.architecture.unused and skeleton.complete.get("audio_config") is None:
         unused += _AUDIO
     redundant = set(skeleton.redundant_kv())
-    unknown = sorted(
-        source for name, source in names.items()
-        if name not in accepted and source not in redundant and not name.startswith(unused) and not _ROTARY.search(name)
-    )  # fmt: skip
+    # transformers finds a head under any name that ends so, vLLM under these
+    heads = {f"{head}.weight" for head in skeleton.architecture.head_names}
+
+    def has_place(name: str, source: str) -> bool:
+        if name == "lm_head.weight":
+            return source in heads
+        return name in accepted or source in redundant or name.startswith(unused) or _ROTARY.search(name) is not None
+
+    unknown = sorted(source for name, source in names.items() if not has_place(name, source))
     if unknown:
         raise UsageError(
             f"the source holds {unknown[0]}{_more(unknown)}, which is not a tensor of a {skeleton.architecture.name} of this config.json: "
@@ -156,12 +162,15 @@ def refuse_text_only(skeleton: Skeleton, names: Mapping[str, str], directory: Pa
 
 def as_text_model(directory: Path, text_class: str) -> str:
     """How to write the language model in `directory` as a model of its own, as a command."""
-    return (
-        f"to quantize the language model alone, write it as one, copy the tokenizer's files to it, and give it instead: "
-        f"python -c \"from transformers import AutoConfig, {text_class} as M; d = {str(directory)!r}; M.from_pretrained(d, "
-        "config=AutoConfig.from_pretrained(d).get_text_config(), key_mapping={r'^(language_model\\.model|model\\.language_model)\\.': 'model.'})"
-        ".save_pretrained('text-model')\""
+    code = (
+        f"import glob, sys; from safetensors.torch import load_file; from transformers import AutoConfig, {text_class} as M; d = sys.argv[1]; "
+        "w = {k.replace('language_model.model.', 'model.').replace('model.language_model.', 'model.')"
+        ".replace('language_model.lm_head', 'lm_head'): v for f in glob.glob(d + '/*.safetensors') for k, v in load_file(f).items()}; "
+        "M.from_pretrained(None, config="
+        "AutoConfig.from_pretrained(d).get_text_config(), state_dict=w, dtype='auto').save_pretrained('text-model')"
     )
+    return ("to quantize the language model alone, write it as one, copy the tokenizer's files into it, and give it instead: "
+            f'python -c "{code}" {shlex.quote(str(directory))}')  # fmt: skip
 
 
 def _text_only_advice(directory: Path, row: Architecture, inventory: Mapping[str, TensorSpec] | None = None) -> str:
