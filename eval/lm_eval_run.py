@@ -13,7 +13,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -266,8 +266,9 @@ def evaluate_accuracy(
         raise UsageError(f"{reference} was measured on other questions", "measure both on the same file, with the same options")
     if questions.data is not None:
         read_gsm8k(questions.data)
-    sides = {"target": target.name, "checkpoint": target.checkpoint_key(), "reference": reference,
-             "reference_checkpoint": None if other is None else other.checkpoint_key()}  # fmt: skip
+    digests = {"target_digest": target.digest,
+               "reference_digest": earlier[2] if earlier is not None else None if other is None else other.digest}  # fmt: skip
+    sides = {"target": digests["target_digest"] or target.name, "reference": digests["reference_digest"] or reference}
     with _folder(output_path, sides | key) as folder:
         def measure(side: Target, label: str) -> list[Domain]:
             with side.opened(python=python) as (endpoint, _):
@@ -281,9 +282,9 @@ def evaluate_accuracy(
         except StoppedSafely as error:
             raise type(error)(f"{error.message}; {_kept(folder, output_path)}", error.next_step) from error
     if theirs is None:
-        return AccuracyResult(target.name, None, key, tuple(ours))
+        return AccuracyResult(target.name, None, key, tuple(ours), **digests)
     assert reference is not None
-    return compared(target.name, reference, key, ours, theirs)
+    return replace(compared(target.name, reference, key, ours, theirs), **digests)
 
 
 def _kept(folder: Path, output_path: Path | None) -> str:

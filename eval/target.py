@@ -14,7 +14,7 @@ from gemq import output
 from gemq.config_file import read_config
 from gemq.errors import GemqError, Interrupted, StoppedSafely, UsageError
 from gemq.eval.endpoint import Endpoint, is_url
-from gemq.quantize.content import directory_digest
+from gemq.quantize.content import directory_digest, require_unchanged
 
 DYING_SECONDS = 3.0  # a server that stopped answering may need as long to be gone
 VOCABULARY, BOS = 32_000, 2  # where nothing tells: few models know fewer tokens; Gemma's BOS
@@ -88,10 +88,13 @@ class Target:
             return
         from gemq.serve.server import serving
 
+        digest = self.digest
         output.note(f"starting {self.name}")
         named = self.checkpoint if self.checkpoint not in (None, self.directory) else None
         with serving(self.directory, checkpoint=named, python=python, log=log, environment=environment, verify=verify) as server:
             try:
+                if digest is not None and self.checkpoint is not None:
+                    require_unchanged(self.checkpoint, digest)
                 yield Endpoint.open(f"{server.url}#{server.model}"), server.pid
             except Interrupted:
                 raise

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -41,7 +42,9 @@ def directory_digest(directory: Path) -> str:
     Raises IntegrityError where a sealed checkpoint's files are not what was sealed, or one can't be read.
     """
     sealed = {file.path: file for file in read_seal(directory)} if (directory / SEAL_FILE).exists() else None
-    names = sorted(filter(_is_model_file, os.listdir(directory))) if sealed is None else _visible_files(directory)
+    names = _visible_files(directory) if sealed is not None else sorted(
+        path.name for path in directory.iterdir() if _is_model_file(path.name) and not path.is_dir()
+    )  # fmt: skip
     status = _status(directory, [*names, *([SEAL_FILE] if sealed is not None else [])])
     known = _KNOWN.get(directory.resolve())
     if known is not None and known[0] == status:
@@ -86,6 +89,8 @@ def _status(directory: Path, names: list[str]) -> _Status:
             status = os.stat(directory / name)
         except OSError as error:
             raise IntegrityError(f"{directory / name} can't be read: {error.strerror}", "check that file, or fetch the model again") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise IntegrityError(f"{directory / name} is not a regular file", "a checkpoint consists of regular files: fetch the model again")
         return name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     return tuple(map(one, names))

@@ -21,6 +21,7 @@ from gemq import atomic
 from gemq.commands import card as command
 from gemq.errors import GemqError, IntegrityError, UsageError
 from gemq.quantize.card import card_bytes, inherited_fields, joined, read_measured, summary
+from gemq.quantize.content import directory_digest
 from gemq.quantize.provenance import PROVENANCE_FILE
 from gemq.quantize.run import quantize
 from gemq.quantize.seal import REPORTS, check_seal, content_digest, read_seal, seal_digest
@@ -68,7 +69,7 @@ def measured(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     def measure(directory: Path) -> list[Document]:
         assert (directory / "config.json").is_file()  # whole but for card and seal
         assert not (directory / "gemq.seal.json").exists()
-        return [summary(result())]
+        return [summary(result(target_digest=directory_digest(directory), reference_digest=directory_digest(source), device="cpu"))]
 
     return quantize(make_job(source, tmp_path_factory.mktemp("card") / "out", "w4a16-g32"), measure).directory
 
@@ -171,7 +172,8 @@ def run(*arguments: object) -> tuple[Any, str]:
 
 
 def write_result(path: Path, checkpoint: Path, **changed: Any) -> Path:
-    path.write_text(json.dumps(result(target=str(checkpoint), **changed)))
+    """A result of the weights in `checkpoint`, as far as its digest says."""
+    path.write_text(json.dumps(result(**{"target": str(checkpoint), "target_digest": directory_digest(checkpoint), **changed})))
     return path
 
 
@@ -236,12 +238,53 @@ def test_a_checkpoint_that_was_changed_gets_no_new_seal(measured: Path, tmp_path
     assert not (tmp_path / "new").exists()
 
 
-def test_a_measurement_of_another_checkpoint_is_refused(measured: Path, unmeasured: Path, tmp_path: Path) -> None:
-    error, _ = run(measured, "--measured", write_result(tmp_path / "ppl.json", unmeasured))
-    assert isinstance(error, UsageError)
-    assert "not of" in error.message
-    error, _ = run(measured, "--measured", write_result(tmp_path / "ppl.json", Path("http://127.0.0.1:8000")))
-    assert isinstance(error, UsageError)
+@pytest.fixture(scope="module")
+def other_weights(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quantize(make_job(source, tmp_path_factory.mktemp("card") / "out", "w8a16")).directory
+
+
+def test_a_measurement_of_other_weights_is_refused_at_the_measured_path_too(measured: Path, other_weights: Path, tmp_path: Path) -> None:
+    for path in (write_result(tmp_path / "ppl.json", other_weights),
+                 write_result(tmp_path / "ppl.json", measured, target_digest=directory_digest(other_weights))):  # fmt: skip
+        error, _ = run(measured, "--measured", path, "--output", tmp_path / "new")
+        assert isinstance(error, UsageError)
+        assert not (tmp_path / "new").exists()
+
+
+def test_the_same_weights_under_another_path_are_accepted(measured: Path, tmp_path: Path) -> None:
+    moved = copy_of(measured, tmp_path / "moved")
+    error, out = run(moved, "--measured", write_result(tmp_path / "ppl.json", measured, data="other.txt", target="/nowhere"))
+    assert error is None
+    own, _, rest = out.partition("### ")
+    assert "| other.txt | Perplexity |" in own
+    assert "Unbound" not in rest
+
+
+@pytest.mark.parametrize("changed", [{}, {"target": "http://127.0.0.1:8000"}])
+def test_a_measurement_without_digest_is_unbound_and_not_of_these_weights(measured: Path, tmp_path: Path, changed: Document) -> None:
+    path = write_result(tmp_path / "ppl.json", measured, data="old.txt", target_digest=None, **changed)
+    error, _ = run(measured, "--measured", path, "--output", tmp_path / "new")
+    assert error is None
+    own, _, rest = text_of(tmp_path / "new").partition("### Unbound")
+    assert "old.txt" not in own  # neither in the table nor in the model index
+    assert "| old.txt | Perplexity |" in rest
+    assert "Measured on these weights" in own
+    assert "target_digest" not in read_measured(tmp_path / "new")[-1]
+
+
+def test_a_reference_that_is_not_the_source_is_not_called_the_source(measured: Path, tmp_path: Path) -> None:
+    assert "Perplexity of the source" in text_of(measured)
+    error, out = run(measured, "--measured", write_result(tmp_path / "ppl.json", measured, data="other.txt", reference_digest="5" * 64))
+    assert error is None
+    assert "| other.txt | Perplexity of the reference |" in out
+    assert "| other.txt | Perplexity of the source |" not in out
+    assert "5" * 64 in out
+
+
+def test_what_quantize_measures_before_the_seal_has_the_sealed_content_digest(measured: Path) -> None:
+    (made,) = read_measured(measured)
+    assert made["target_digest"] == content_digest(read_seal(measured)) == directory_digest(measured)
+    assert f"Content digest: `{made['target_digest']}`" in text_of(measured)
 
 
 @pytest.mark.parametrize("changed", [
