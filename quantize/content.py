@@ -74,7 +74,7 @@ def require_unchanged(directory: Path, digest: str) -> None:
 
 
 def _is_model_file(name: str) -> bool:
-    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in MODEL_FILES)
+    return "/" not in name and not name.startswith(".") and any(fnmatchcase(name, pattern) for pattern in MODEL_FILES)
 
 
 def _visible_files(directory: Path) -> list[str]:
