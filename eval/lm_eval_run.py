@@ -22,9 +22,10 @@ import httpx
 from gemq import atomic, output
 from gemq.errors import GemqError, IntegrityError, Interrupted, StoppedSafely, UsageError
 from gemq.eval.accuracy import AccuracyResult, Domain, Graded, compared, domain_of, read_result
-from gemq.eval.endpoint import Endpoint, client_options
+from gemq.eval.endpoint import Endpoint
 from gemq.eval.records import file_sha256
 from gemq.eval.target import Target
+from gemq.http_client import headers, open_client
 
 GSM8K = "gsm8k"
 SHOTS, ANSWER_TOKENS = 8, 512
@@ -108,8 +109,9 @@ def gsm8k_task(questions: Questions, folder: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def _quiet(*, offline: bool) -> Iterator[None]:
     """lm-eval and what it calls without their own logs and bars; without a hub where everything is local."""
-    kept = {name: os.environ.get(name) for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TQDM_DISABLE")}
+    kept = {name: os.environ.get(name) for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TQDM_DISABLE", "OPENAI_API_KEY")}
     os.environ["TQDM_DISABLE"] = "1"
+    os.environ.pop("OPENAI_API_KEY", None)  # lm-eval would send it to whatever endpoint is asked
     if offline:
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     import datasets
@@ -144,9 +146,8 @@ def _model(endpoint: Endpoint, questions: Questions, in_flight: int, tokenizer: 
         arguments |= {"tokenizer": str(tokenizer), "tokenizer_backend": "huggingface", "revision": None}
     else:
         arguments["tokenizer_backend"] = None
-    key = client_options(endpoint.base_url)["headers"].get("Authorization")
-    if key:
-        arguments["header"] = {"Authorization": key}
+    if headers():
+        arguments["header"] = headers()
     return get_model(kind)(**arguments)
 
 
@@ -223,7 +224,8 @@ def _failure(endpoint: Endpoint, error: Exception) -> GemqError:
     """What a failure of lm-eval's client means: the endpoint is gone, or it refuses."""
     status = getattr(error, "status", None)
     try:
-        alive = httpx.Client(**client_options(endpoint.base_url)).get("/models", timeout=10).status_code == 200
+        with open_client(endpoint.base_url, timeout=10) as client:
+            alive = client.get("/models").status_code == 200
     except httpx.HTTPError:
         alive = False
     reason = (str(error).strip() or repr(error)).splitlines()[0]
