@@ -142,7 +142,8 @@ class BenchResult:
         return {"kind": "bench", "target": self.target, "model": self.model, "base_url": self.base_url, "workload": self.workload.name,
                 "loads": loads, "memory": {"kind": self.memory_kind, "peak_bytes": self.peak_memory_bytes, "samples": self.memory_samples,
                                             "held": self.memory_held},
-                "ppl": self.ppl, "target_digest": self.target_digest, "data_sha256": self.data_sha256, "server_dependencies": self.server_dependencies}  # fmt: skip
+                "ppl": self.ppl, "target_digest": self.target_digest, "data_sha256": self.data_sha256,
+                "server_dependencies": self.server_dependencies}  # fmt: skip
 
 
 def arena_summary(result: BenchResult, one: LoadResult, job_id: str) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from typing import Any
 
 import httpx
 
+from gemq.http_client import open_client
+
 POLL_SECONDS = 0.5  # LowBArena's
 CAP_SHARE, CAP_ROOM_BYTES = 1.02, 512 * 1024**2  # a second serving may hold 2% more, and a CUDA context (or what three interpreters differ by)
 _GIB = 1024**3

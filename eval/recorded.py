@@ -1,7 +1,7 @@
 """Distributions that a model told of itself, one line a record: kept by `gemq eval-kl --record` and read as a reference when it is not served.
 
-The first line says what they are: the model and its content digest, the data's SHA-256, how many likeliest tokens each position has, and how many records follow. Each
-further line holds a record's id, the SHA-256 of its token ids, and for each target the natural log-probabilities by token id.
+The first line says what they are: the model and its content digest, the data's SHA-256, how many likeliest tokens each position has, and how many
+records follow. Each further line holds a record's id, the SHA-256 of its token ids, and for each target the natural log-probabilities by token id.
 """
 
 from __future__ import annotations

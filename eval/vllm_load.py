@@ -122,7 +122,8 @@ def _job(endpoint: Endpoint, load: Load, prompts: Sequence[Prompt], todo: Sequen
     def sent(index: int) -> dict[str, Any]:
         return {"index": index, "text": prompts[index].text, "tokens": prompts[index].tokens}
 
-    return {"api_url": endpoint.base_url + path, "base_url": endpoint.base_url.removesuffix("/v1"), "direct": is_loopback(endpoint.base_url), "model": endpoint.model, "chat": load.chat,
+    return {"api_url": endpoint.base_url + path, "base_url": endpoint.base_url.removesuffix("/v1"), "direct": is_loopback(endpoint.base_url),
+            "model": endpoint.model, "chat": load.chat,
             "output_tokens": load.output_tokens, "in_flight": load.in_flight, "warmups": [sent(index) for index in warmups],
             "prompts": [sent(index) for index in todo], "extra_body": {key: value for key, value in body.items() if key not in _OWN}}  # fmt: skip
 

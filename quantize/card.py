@@ -204,7 +204,8 @@ def card_bytes(manifest: dict[str, Any], recipe: dict[str, Any], files: list[Sea
         model_name=model_name(manifest) if results else None, eval_results=results or None, **inherited,
     )  # fmt: skip
     body = "\n".join([
-        f"# {model_name(manifest)}", "", _opening(manifest, recipe), "", *_sizes(manifest), "", *_quality(measurements, digest, files_digest(source["files"])), "",
+        f"# {model_name(manifest)}", "", _opening(manifest, recipe), "", *_sizes(manifest), "",
+        *_quality(measurements, digest, files_digest(source["files"])), "",
         *_making(manifest, recipe), "", *_searching(manifest), *_serving(), "", *_checking(digest), "",
     ])  # fmt: skip
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}")).encode()

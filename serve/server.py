@@ -179,7 +179,8 @@ def _failure(what: str, code: int | None, log: Path) -> GemqError:
 
 def _wait(process: subprocess.Popen[bytes], launch: Launch, log: Path, timeout: float, deadline: float) -> None:
     """Return when /v1/models answers; raises with the log's reason when the server ends, or hasn't answered by `deadline` (`timeout` seconds)."""
-    with output.progress("starting vLLM", len(PHASES), "steps") as advance, open(log, "rb") as reading, open_client(launch.address, timeout=5) as client:
+    with output.progress("starting vLLM", len(PHASES), "steps") as advance, open(log, "rb") as reading, ExitStack() as stack:
+        client = stack.enter_context(open_client(launch.address, timeout=5))
         reached, text = 0, ""
         while True:
             text = (text + reading.read().decode(errors="replace"))[-100_000:]

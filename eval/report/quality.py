@@ -188,12 +188,14 @@ def divergence(material: Material) -> Section | Missing:
         counts = result.document.get("kl_histogram")
         if counts:
             estimate = result.document["kl_nats"]
-            entries.append({"name": result.name, "of": material.origin(result.document), "how": "over the whole vocabulary", "edges": list(EDGES), "counts": list(counts),
+            entries.append({"name": result.name, "of": material.origin(result.document), "how": "over the whole vocabulary", "edges": list(EDGES),
+                            "counts": list(counts),
                             "mean": estimate["value"], "upper_95": estimate["upper_95"]})
     if not entries:
         return Missing("divergence", title, "no KL was measured position by position",
                        "gemq eval-kl CHECKPOINT --reference SOURCE --data RECORDS.jsonl --output DIR/kl.json")
-    rows = [(e["name"], e["of"], e["how"], sum(e["counts"]), e["mean"], e["upper_95"], _quantile(e, 0.5), _quantile(e, 0.99), f"{100 * _above(e, 0.1):.1f}%")
+    rows = [(e["name"], e["of"], e["how"], sum(e["counts"]), e["mean"], e["upper_95"], _quantile(e, 0.5), _quantile(e, 0.99),
+             f"{100 * _above(e, 0.1):.1f}%")
             for e in entries]  # fmt: skip
     table = Table(("measured by", "of", "how", "positions", "mean", "95% bound", "median, at most", "99% are below", "above 0.1"), rows_of(rows),
                   frozenset({3, 4, 5, 6, 7, 8}))  # fmt: skip
@@ -243,7 +245,8 @@ def records(material: Material) -> Section | Missing:
         worst = sorted(entry["records"], key=lambda record: -record["ratio"])[:5]
         rows = [(record["id"], record["tokens"], record["ppl"], record["reference_ppl"], percent(record["ratio"])) for record in worst]
         tables.append(Table(("record", "tokens", "PPL", "reference's PPL", "difference"), rows_of(rows), frozenset({1, 2, 3, 4}),
-                            f"{entry['name']}, of {entry['of']}: {percent(entry['ratio'])} over all, {len(entry['records'])} records; the five that lost most"))
+                            f"{entry['name']}, of {entry['of']}: {percent(entry['ratio'])} over all, {len(entry['records'])} records; "
+                            "the five that lost most"))
     return Section("records", title, ["Each point is a record; those above the line of 0% became less likely than they are to the reference."],
                    {"measured": entries}, "Each record's perplexity over the reference's", tables)
 

@@ -57,6 +57,6 @@ def key_advice(status: int) -> str:
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment for one that asks an endpoint as OpenAI's clients do: with gemq's key in OPENAI_API_KEY, and never the user's own."""
+    """The environment for a process that asks an endpoint as OpenAI's clients do: gemq's key in OPENAI_API_KEY, never the user's own."""
     made = {name: value for name, value in os.environ.items() if name != "OPENAI_API_KEY"}
     return made | ({"OPENAI_API_KEY": os.environ[KEY_VARIABLE]} if headers() else {})

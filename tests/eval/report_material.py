@@ -108,7 +108,8 @@ def everything(folder: Path) -> Path:
     counts = [0] * 28
     counts[8], counts[20], counts[27] = 50, 49, 1
     write(folder / "ppl.json", {
-        "kind": "ppl", "target": "elsewhere/under-another-name", "target_digest": plain, "data": "data/more.jsonl", "data_sha256": "3" * 64, "tokens": 30, "records": 3,
+        "kind": "ppl", "target": "elsewhere/under-another-name", "target_digest": plain, "data": "data/more.jsonl",
+        "data_sha256": "3" * 64, "tokens": 30, "records": 3,
         "ppl": estimate(math.exp(68 / 30), 10.0), "reference_ppl": estimate(math.exp(65.5 / 30), 9.0), "ratio": estimate(math.exp(2.5 / 30), 1.2),
         "kl_nats": estimate(0.02, 0.03), "kl_histogram": counts, "per_record": per_record(ours, theirs),
     })  # fmt: skip
