@@ -26,6 +26,7 @@ from gemq.eval.endpoint import Endpoint
 from gemq.eval.records import file_sha256
 from gemq.eval.target import Target
 from gemq.http_client import headers, open_client
+from gemq.text_files import read_lines
 
 GSM8K = "gsm8k"
 SHOTS, ANSWER_TOKENS = 8, 512
@@ -59,14 +60,8 @@ def require_lm_eval() -> None:
 
 def read_gsm8k(path: Path) -> list[dict[str, str]]:
     """The questions of a .jsonl of {question, answer}; raises UsageError naming the line that is none."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}", "give GSM8K's .jsonl") from None
     found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in read_lines(path):
         try:
             entry = json.loads(line)
             question, answer = entry["question"], entry["answer"]

@@ -92,7 +92,7 @@ class Plan:
         found = read_records(data, tokenizer=tokenizer, vocab_size=vocab_size, length=length, records=records, skip=skip)
         for side in sides:
             _require_fit(side, found)
-        _warn_without_bos(sides, found)
+        _warn_of_bos(sides, found)
         digests, data_sha256 = (digest_of(opened), digest_of(other)), file_sha256(data)
         used = device_name(device) if any(isinstance(side, LocalCheckpoint) for side in sides) else None
         key = {
@@ -170,9 +170,13 @@ def _require_fit(side: Judged, records: list[Record]) -> None:
                              f"give --length {side.max_length - extra}, or serve with a longer window")  # fmt: skip
 
 
-def _warn_without_bos(sides: list[Judged], records: list[Record]) -> None:
+def _warn_of_bos(sides: list[Judged], records: list[Record]) -> None:
     for side in sides:
         bos = side.bos_token_id if isinstance(side, LocalCheckpoint) else None
+        inner = [record for record in records if bos is not None and bos in record.tokens[1:]]
+        if inner:
+            output.warn(f"{len(inner)} of {len(records)} records hold BOS ({bos}) after their first token, first {inner[0].where}: what follows it "
+                        f"is scored as the start of another document")  # fmt: skip
         without = [record for record in records if record.tokens[0] != bos]
         if bos is not None and without:
             output.warn(f"{len(without)} of {len(records)} records do not start with BOS ({bos}), first {without[0].where}: "
