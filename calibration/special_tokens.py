@@ -57,18 +57,17 @@ def warn_of(seen: Counter[str], name: str, bos_note: str, tokenizer: Any) -> Non
 
 def beyond_vocabulary(token: int, size: int, tokenizer: Any | None = None) -> tuple[str, str]:
     """What an id is that a model of `size` tokens has no embedding for, and what to do next."""
-    name = None
-    if tokenizer is not None and 0 <= token < len(tokenizer):
-        name = tokenizer.convert_ids_to_tokens(token)
-    if name is not None and _is_placeholder(tokenizer, str(name)):
-        return (f"{name} in the tokenizer, the placeholder of media; this model takes text alone and has ids 0 to {size - 1}",
+    what = f"beyond the vocabulary of {size} tokens (ids 0 to {size - 1})"
+    name = str(tokenizer.convert_ids_to_tokens(token)) if tokenizer is not None and 0 <= token < len(tokenizer) else None
+    if name is not None and _is_placeholder(tokenizer, name):
+        return (f"{what}: {name} in the tokenizer, the placeholder of media, and this model takes text alone",
                 "leave the images and recordings out, or use the multimodal checkpoint")  # fmt: skip
     if name is not None:
-        return f"{name!r} in the tokenizer, and the model has ids 0 to {size - 1}", "use the tokenizer that belongs to the checkpoint"
+        return f"{what}: {name!r} in the tokenizer", "use the tokenizer that belongs to the checkpoint"
     if token == size:
-        return (f"one more than the largest: the model has ids 0 to {size - 1}. Gemma 3's placeholder of an image is such an id in a text-only model",
+        return (f"{what}: the first that is missing, as Gemma 3's placeholder of an image is in a text-only model",
                 "leave out records with images, or use the multimodal checkpoint")  # fmt: skip
-    return f"beyond the vocabulary: the model has ids 0 to {size - 1}", "was this data tokenized for another model? use this model's tokenizer"
+    return what, "was this data tokenized for another model? use this model's tokenizer"
 
 
 def _pattern(tokenizer: Any) -> re.Pattern[str]:

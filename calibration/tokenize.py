@@ -89,7 +89,7 @@ def check_ids(ids: object, limits: TokenLimits, where: str, tokenizer: Any | Non
             raise UsageError(f"{where}: token {position} is {short(value)}, a whole number is needed", "write [2, 818, …]")
         if not 0 <= value < limits.vocab_size:
             what, advice = beyond_vocabulary(value, limits.vocab_size, tokenizer)
-            raise UsageError(f"{where}: token {position} has id {value}: {what}", advice)
+            raise UsageError(f"{where}: token {position} has id {value}, {what}", advice)
     return ids
 
 

@@ -17,6 +17,7 @@ from gemq.eval.endpoint import Endpoint, is_url
 from gemq.eval.greedy import Comparison, GreedyResult
 from gemq.eval.target import Target
 from gemq.eval.workloads import Prompt, ids_text, make_text_prompts, make_token_prompts, read_prompts, tokenized
+from gemq.quantize.content import directory_digest
 from gemq.serve.contract import NEAR_TIE_NATS
 
 TOKENS, MADE_PROMPTS, MADE_LENGTH = 512, 16, 32
@@ -166,7 +167,8 @@ def evaluate_greedy(job: Job) -> GreedyResult:
     lengths = {record.id: len(record.completion_token_ids) for record in theirs or ()}
     counts = [lengths.get(prompt.id, job.tokens or TOKENS) for prompt in prompts]
     digest = target.digest
-    key = {"target": digest or job.target, "prompts": [prompt.sha256 for prompt in prompts], "counts": counts}
+    told = None if target.checkpoint is None else directory_digest(target.checkpoint)
+    key = {"target": digest or job.target, "checkpoint": told, "prompts": [prompt.sha256 for prompt in prompts], "counts": counts}
     with _kept(job, key) as captured:
         with target.opened(python=job.python) as (endpoint, _):
             _capture_into(captured, endpoint, prompts, counts, check_kept=digest is None)

@@ -97,7 +97,7 @@ def _windows(data: Path, tokenizer_directory: Path | None, vocab_size: int | Non
     warn_of(seen, str(data), "each stays inside its window, as the start of another document", tokenizer)
     if vocab_size is not None and (highest := max([bos, *ids])) >= vocab_size:
         what, advice = beyond_vocabulary(highest, vocab_size, tokenizer)
-        raise UsageError(f"the tokenizer in {tokenizer_directory} gives id {highest}: {what}", advice)
+        raise UsageError(f"the tokenizer in {tokenizer_directory} gives id {highest}, {what}", advice)
     for number, start in enumerate(range(0, len(ids), length - 1)):
         yield Record(f"window-{number}", (bos, *ids[start : start + length - 1]), 1, f"{data} window {number}")
 
@@ -159,5 +159,5 @@ def _ids(value: object, key: str, where: str, vocab_size: int | None) -> list[in
             raise UsageError(f"{where}: {key}[{position}] is {token}, and token ids start at 0", "tokenize the record again")
         if vocab_size is not None and token >= vocab_size:
             what, advice = beyond_vocabulary(token, vocab_size)
-            raise UsageError(f"{where}: {key}[{position}] is {token}: {what}", advice)
+            raise UsageError(f"{where}: {key}[{position}] is {token}, {what}", advice)
     return value

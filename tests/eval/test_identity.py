@@ -18,6 +18,7 @@ from gemq.errors import IntegrityError, Interrupted, UsageError
 from gemq.eval.finished import FinishedRecords
 from gemq.eval.kl import evaluate_kl, record_reference
 from gemq.eval.ppl import evaluate_ppl
+from gemq.eval.recorded import Recording
 from gemq.quantize.content import directory_digest, files_digest
 from gemq.quantize.seal import content_digest, read_seal
 from gemq.source import file_hashes
@@ -178,3 +179,40 @@ def test_records_of_two_checkpoints_at_one_path_are_never_mixed(
     assert (tmp_path / "out.json.partial").read_bytes() == kept
     moved = ours.rename(tmp_path / "moved")
     assert evaluate(moved).ppl == whole.ppl
+
+
+def test_states_kept_of_a_reference_are_of_its_bytes(source: Path, worse: Path, records_file: Path, tmp_path: Path) -> None:
+    """A search scores its source once: not another one that was put in its place."""
+    reference, kept = Path(shutil.copytree(source, tmp_path / "reference")), tmp_path / "kept"
+
+    def ppl() -> float:
+        found = evaluate_ppl(str(worse), records_file, reference=str(reference), records=3, with_kl=True, kept=kept, **CPU).reference_ppl
+        assert found is not None
+        return found.value
+
+    first = ppl()
+    assert ppl() == first
+    put_in_place(worse, reference)
+    assert ppl() == evaluate_ppl(str(worse), records_file, records=3, **CPU).ppl.value != first
+
+
+def test_a_recording_goes_on_with_the_same_bytes_alone(
+    source: Path, worse: Path, records_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, path = Path(shutil.copytree(source, tmp_path / "copy")), tmp_path / "recorded.jsonl"
+    calls, add = [], Recording.add
+
+    def stop(recording: Recording, *arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        add(recording, *arguments)
+
+    monkeypatch.setattr(Recording, "add", stop)
+    with pytest.raises(Interrupted):
+        record_reference(str(copy), records_file, path, **CPU)
+    put_in_place(worse, copy)
+    with pytest.raises(UsageError, match="another recording"):
+        record_reference(str(copy), records_file, path, **CPU)
+    put_in_place(source, copy)
+    assert record_reference(str(copy), records_file, path, **CPU) == 12

@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 from gemq import atomic
 from gemq.commands import card as command
 from gemq.errors import GemqError, IntegrityError, UsageError
-from gemq.quantize.card import card_bytes, inherited_fields, joined, read_measured, summary
+from gemq.quantize.card import card_bytes, inherited_fields, joined, read_measured, rebound, summary
 from gemq.quantize.content import directory_digest
 from gemq.quantize.provenance import PROVENANCE_FILE
 from gemq.quantize.run import quantize
-from gemq.quantize.seal import REPORTS, check_seal, content_digest, read_seal, seal_digest
+from gemq.quantize.seal import REPORTS, SealedFile, check_seal, content_digest, read_seal, seal_digest
 
 Document = dict[str, Any]
 SOURCE_CARD = """---
@@ -287,7 +287,17 @@ def test_what_quantize_measures_before_the_seal_has_the_sealed_content_digest(me
     assert f"Content digest: `{made['target_digest']}`" in text_of(measured)
 
 
+def test_a_search_that_adds_its_account_keeps_the_measurement_bound(measured: Path) -> None:
+    """gemq.json changes, and the content digest with it; the model files are those that were measured."""
+    files = read_seal(measured)
+    others = [SealedFile(False, "gemq.json", "0" * 64, 1) if file.path == "gemq.json" else file for file in files]
+    made, strange = read_measured(measured)[0], {**read_measured(measured)[0], "target_digest": "6" * 64}
+    assert [one["target_digest"] for one in rebound([made, strange], others, content_digest(files))] == [content_digest(others), "6" * 64]
+    assert rebound([made], others)[0]["target_digest"] == made["target_digest"] != content_digest(others)  # nothing says that it is the same
+
+
 @pytest.mark.parametrize("changed", [
+    {"target_digest": "AB" * 32}, {"target_digest": 1}, {"reference_digest": "x"}, {"device": "a\nb"},
     {"kind": "accuracy"}, {"kind": ["ppl"]}, {"ppl": None}, {"ppl": {"value": 1}}, {"ppl": {"value": "5", "standard_error": None, "upper_95": 1}},
     {"ppl": {"value": None, "standard_error": None, "upper_95": None}}, {"tokens": 0}, {"tokens": True}, {"records": "3"}, {"data": ""},
     {"data": "a | b"}, {"data": "`x`"}, {"data": "a\nb"}, {"data_sha256": "AB" * 32}, {"data_sha256": 1}, {"dtype": None},
