@@ -64,15 +64,21 @@ def chat_text(
         except Exception:
             raise UsageError(f"{where}: the model's chat template refuses these messages ({short(error)})",
                              "check the roles and their order") from error
-    if any(not _is_written(tokenizer, chat, given, index) for index, message in enumerate(chat) if isinstance(message.get("content"), list)):
+    dropped = _dropped(tokenizer, chat, given)
+    if any(isinstance(chat[index]["content"], list) for index in dropped):
         chat = _flattened(chat)
-        text = _render(tokenizer, chat, given)
+        text, dropped = _render(tokenizer, chat, given), _dropped(tokenizer, chat, given)
     text = _without_printed_none(tokenizer, chat, given, text)
-    for index, message in enumerate(chat):
-        role = message["role"]
-        if not (_is_written(tokenizer, chat, given, index) and _knows(tokenizer, chat, given, role)):
-            raise UsageError(f"{where}: the model's chat template knows no role {role!r}; it knows {', '.join(known_roles(tokenizer))}",
-                             "rename the role, or leave the message out")
+    unknown = [chat[index]["role"] for index in dropped] or [
+        role for role in dict.fromkeys(message["role"] for message in chat) if not _knows(tokenizer, chat, given, role)
+    ]  # fmt: skip
+    if unknown:
+        roles = known_roles(tokenizer)
+        if unknown[0] in roles:
+            raise UsageError(f"{where}: the model's chat template takes no message with the role {unknown[0]!r} at its place here",
+                             "check the order of the messages: a system text comes first")  # fmt: skip
+        raise UsageError(f"{where}: the model's chat template knows no role {unknown[0]!r}; it knows {', '.join(roles)}",
+                         "rename the role, or leave the message out")
     _count_unwritten(tokenizer, chat, given, text, losses)
     return text
 
@@ -91,7 +97,7 @@ def known_roles(tokenizer: Any) -> list[str]:
 
 def _takes(tokenizer: Any, chat: list[Message], index: int) -> bool:
     try:
-        return _is_written(tokenizer, chat, None, index) and _knows(tokenizer, chat, None, chat[index]["role"])
+        return index not in _dropped(tokenizer, chat, None) and _knows(tokenizer, chat, None, chat[index]["role"])
     except Exception:  # the template refuses it there
         return False
 
@@ -171,18 +177,26 @@ def _flattened(messages: list[Message]) -> list[Message]:
     return [{**message, "content": flat(message["content"])} for message in messages]
 
 
-def _is_written(tokenizer: Any, messages: list[Message], tools: list[Any] | None, index: int) -> bool:
-    """Whether the text of the message at `index` shows up in the rendering; True where it has none, or the template refuses the mark."""
-    content, mark = messages[index].get("content"), f"gemq{index}message"
-    texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content or ()]
-    if not any(text.strip() for text in texts):
-        return True
-    marked = mark if isinstance(content, str) else [{**part, "text": mark} if part.get("type") == "text" else part for part in content or ()]
+def _texts(message: Message) -> list[str]:
+    content = message["content"]
+    found = [content] if isinstance(content, str) else [part.get("text", "") for part in content or ()]
+    return [text.strip() for text in found if text.strip()]
+
+
+def _dropped(tokenizer: Any, messages: list[Message], tools: list[Any] | None) -> list[int]:
+    """The positions of messages whose text does not show up in the rendering: by marks in its place, by itself where the template refuses marks."""
+    def marked(index: int, content: Any) -> Any:
+        mark = f"gemq{index}message"
+        return mark if isinstance(content, str) else [{**part, "text": mark} if part.get("type") == "text" else part for part in content]
+
+    spoken = [index for index, message in enumerate(messages) if _texts(message)]
     try:
-        return mark in _render(tokenizer, [*messages[:index], {**messages[index], "content": marked}, *messages[index + 1:]], tools)
+        text = _render(tokenizer, [{**message, "content": marked(index, message["content"])} if index in spoken else message
+                                   for index, message in enumerate(messages)], tools)  # fmt: skip
     except Exception:
-        rendered = _render(tokenizer, messages, tools)
-        return all(text.strip() in rendered for text in texts)
+        text = _render(tokenizer, messages, tools)
+        return [index for index in spoken if not all(part in text for part in _texts(messages[index]))]
+    return [index for index in spoken if f"gemq{index}message" not in text]
 
 
 def _as(messages: list[Message], role: str, other: str) -> list[Message]:
