@@ -195,8 +195,9 @@ def card_bytes(manifest: dict[str, Any], recipe: dict[str, Any], files: list[Sea
     """`README.md` of a checkpoint that `files` (sealed or about to be), gemq.json and recipe.yaml describe."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    digest = content_digest(files)
-    source, results = manifest["source"], eval_results([made for made in measurements if not whose(made, digest)])
+    digest, source = content_digest(files), manifest["source"]
+    source_digest = files_digest(source["files"])
+    results = eval_results(_indexed(measurements, digest, source_digest))
     on_hub = source["revision"] is not None
     data = ModelCardData(
         base_model=source["model"] if on_hub else None, base_model_relation="quantized" if on_hub else None, library_name="vllm",
@@ -205,7 +206,7 @@ def card_bytes(manifest: dict[str, Any], recipe: dict[str, Any], files: list[Sea
     )  # fmt: skip
     body = "\n".join([
         f"# {model_name(manifest)}", "", _opening(manifest, recipe), "", *_sizes(manifest), "",
-        *_quality(measurements, digest, files_digest(source["files"])), "",
+        *_quality(measurements, digest, source_digest), "",
         *_making(manifest, recipe), "", *_searching(manifest), *_serving(), "", *_checking(digest), "",
     ])  # fmt: skip
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}")).encode()
@@ -236,14 +237,21 @@ def _sizes(manifest: dict[str, Any]) -> list[str]:
             f"A weight of the decoder's linears has {sizes['bits_per_decoder_weight']:.2f} bits, scales included."]  # fmt: skip
 
 
+def _indexed(measurements: list[dict[str, Any]], digest: str, source_digest: str) -> list[dict[str, Any]]:
+    """What the model index may say: measurements of these weights, and comparisons where the reference was the source."""
+    own = [made for made in measurements if not whose(made, digest)]
+    return [made if made.get("reference_digest") == source_digest else {key: made[key] for key in made if key not in ("ratio", "kl_nats")}
+            for made in own]  # fmt: skip
+
+
 def _quality(measurements: list[dict[str, Any]], digest: str, source_digest: str) -> list[str]:
     if not measurements:
         return ["## Quality", "", "Not measured. `gemq eval-ppl CHECKPOINT --reference SOURCE --data FILE --output ppl.json` measures, and "
                 "`gemq card CHECKPOINT --measured ppl.json --output NEW` writes it here."]  # fmt: skip
-    lines = ["## Quality", ""]
+    lines = ["## Quality"]
     own = [made for made in measurements if not whose(made, digest)]
     if own:
-        lines += ["Measured on these weights by gemq. Bounds are one-sided, 95%, with records as clusters; perplexity is "
+        lines += ["", "Measured on these weights by gemq. Bounds are one-sided, 95%, with records as clusters; perplexity is "
                   "exp(total NLL / target tokens).", "", *_table(own, source_digest)]  # fmt: skip
     others: dict[str, list[dict[str, Any]]] = {}
     for made in measurements:
@@ -260,7 +268,7 @@ def _quality(measurements: list[dict[str, Any]], digest: str, source_digest: str
 def _table(measurements: list[dict[str, Any]], source_digest: str) -> list[str]:
     lines = ["| data | quantity | value | std. error | 95% upper bound | tokens | records |", "|---|---|---|---|---|---|---|"]
     for made in measurements:
-        of_source = made.get("reference_digest") in (None, source_digest)
+        of_source = made.get("reference_digest") == source_digest
         for key in (key for key in KINDS[made["kind"]] if key in made):
             numbers = ("–" if made[key][name] is None else f"{made[key][name]:.6g}" for name in _NUMBERS)
             name = _NAMES[key] if of_source else _NAMES[key].replace("the source", "the reference")

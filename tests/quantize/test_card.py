@@ -194,7 +194,7 @@ def test_a_new_measurement_makes_a_new_checkpoint_and_leaves_the_old_one(measure
     assert check_seal(new) == check_seal(measured) == []
     assert seal_digest(measured) == before != seal_digest(new)
     assert [entry["data"] for entry in read_measured(new)] == ["text.txt", "other.jsonl"]
-    assert "other.jsonl | KL" in text_of(new)
+    assert "other.jsonl | KL from the reference" in text_of(new)  # nothing says what it was
     assert "text.txt | Perplexity |" in text_of(new)
     assert "license: gemma" in text_of(new)
     assert os.stat(new / "model.safetensors").st_ino == os.stat(measured / "model.safetensors").st_ino
@@ -279,6 +279,8 @@ def test_a_reference_that_is_not_the_source_is_not_called_the_source(measured: P
     assert "| other.txt | Perplexity of the reference |" in out
     assert "| other.txt | Perplexity of the source |" not in out
     assert "5" * 64 in out
+    index = [(entry.dataset_name, entry.metric_type) for entry in ModelCard(out).data.eval_results]
+    assert sorted(index) == [("other.txt", "perplexity"), ("text.txt", "kl_divergence"), ("text.txt", "perplexity"), ("text.txt", "perplexity_ratio")]
 
 
 def test_what_quantize_measures_before_the_seal_has_the_sealed_content_digest(measured: Path) -> None:
