@@ -1,22 +1,26 @@
 """From files and data set rows to documents: token ids of one text, chat or record each.
 
 .txt     one document, the whole file, so that its windows are consecutive
-.jsonl   one document a row, all rows alike, an "id" allowed beside the keys of ROW_KINDS; .jsonl.gz too. Chat messages may hold images
-         and recordings: such a row is a record of its own (media.py), and not cut into windows
+.jsonl   one document a row, all rows alike, an "id" allowed beside the keys of ROW_KINDS, "tools" beside messages; .jsonl.gz too. Chat
+         messages may hold images and recordings: such a row is a record of its own (media.py), and not cut into windows
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-from gemq.calibration.media import MediaReader, MediaRecord, has_media
-from gemq.calibration.tokenize import TokenLimits, check_ids, encode_messages, encode_text, load_tokenizer, read_limits, short
+from gemq import output
+from gemq.calibration.chats import Losses, chat_text, encode_messages
+from gemq.calibration.media import KINDS, MediaReader, MediaRecord, has_media
+from gemq.calibration.special_tokens import clean_text, warn_of
+from gemq.calibration.tokenize import TokenLimits, check_ids, encode_text, load_tokenizer, read_limits, short
 from gemq.errors import UsageError
+from gemq.text_files import read_lines, read_text
 
+TOOLS = "tools"
 TEXT, MESSAGES, PAIR = ("text",), ("messages",), ("context_token_ids", "target_token_ids")
 ROW_KINDS: tuple[tuple[str, ...], ...] = (TEXT, MESSAGES, ("token_ids",), ("input_ids",), PAIR)
 
@@ -30,6 +34,8 @@ class DocumentReader:
         self.length = length  # of records with media, which are not cut later
         self.media: MediaReader | None = None
         self.rows = 0
+        self.losses = Losses()
+        self._inner_bos = 0
         self._tokenizer: Any = None
         self._limits: TokenLimits | None = None
 
@@ -50,9 +56,9 @@ class DocumentReader:
     def file_documents(self, path: Path) -> Iterator[list[int] | MediaRecord]:
         """The documents of a .txt or .jsonl(.gz) file as token ids, in order; records where they have images or recordings."""
         if path.name.endswith(".txt"):
-            text = _read_text(path)
-            self.rows = int(bool(text.strip()))
-            yield self._checked(encode_text(self.tokenizer, text, path.name), path.name)
+            text = read_text(path, path.name)
+            self.rows = 1
+            yield self._checked(self._encoded(text, path.name), path.name)
         elif path.name.endswith((".jsonl", ".jsonl.gz")):
             yield from self._documents(_json_rows(path), path.parent)
         else:
@@ -81,7 +87,7 @@ class DocumentReader:
             keys = (column,)
         # a permutation of our own: datasets' shuffle writes an index file beside the data
         order = numpy.random.default_rng(seed).permutation(len(dataset)).tolist()
-        dataset = dataset.select_columns(list(keys))
+        dataset = dataset.select_columns([*keys, *(name for name in (TOOLS,) if name in dataset.column_names and name not in keys)])
         yield from self._documents(((f"{name} row {index}", dataset[index]) for index in order), None)
 
     def _documents(self, rows: Iterable[tuple[str, object]], folder: Path | None) -> Iterator[list[int] | MediaRecord]:
@@ -96,21 +102,38 @@ class DocumentReader:
             if kind == TEXT:
                 if not isinstance(value, str):
                     raise UsageError(f"{where}: text must be a string, got {short(value)}", "write {\"text\": \"…\"}")
-                ids = encode_text(self.tokenizer, value, where)
+                ids = self._encoded(value, where)
             elif kind == MESSAGES and has_media(value):
                 self.media = self.media or MediaReader(self.model_dir)
-                record = self.media.record(self.tokenizer, value, folder, where, bos=self.limits.bos, length=self.length)
+                text = chat_text(self.tokenizer, value, where, more_parts=KINDS, tools=_tools_of(row), losses=self.losses)
+                record = self.media.record(self.tokenizer, value, text, folder, where, bos=self.limits.bos, length=self.length)
                 self._checked(list(record.token_ids), where)
                 yield record
                 continue
             elif kind == MESSAGES:
-                ids = encode_messages(self.tokenizer, value, where)
+                ids = encode_messages(self.tokenizer, value, where, tools=_tools_of(row), losses=self.losses)
             else:
-                ids = [token for part in (value if kind == PAIR else [value]) for token in check_ids(part, self.limits, where)]
+                ids = [token for part in (value if kind == PAIR else [value]) for token in self._checked(part, where)]
+                self._inner_bos += ids[1:].count(self.limits.bos) if self.limits.bos is not None else 0
             yield self._checked(ids, where)
 
-    def _checked(self, ids: list[int], where: str) -> list[int]:
-        return check_ids(ids, self.limits, where)
+    def _encoded(self, text: str, where: str) -> list[int]:
+        return encode_text(self.tokenizer, clean_text(self.tokenizer, text, where, self.losses.special), where)
+
+    def _checked(self, ids: object, where: str) -> list[int]:
+        return check_ids(ids, self.limits, where, self._tokenizer)
+
+    def report(self, name: str) -> None:
+        """Warn of what was read of `name` and may not be meant so: special tokens as text, BOS inside records, what no chat template writes."""
+        warn_of(self.losses.special, name, "each begins a new document", self._tokenizer)
+        if self._inner_bos:
+            output.warn(f"{name} holds BOS ({self.limits.bos}) {self._inner_bos} times inside token records: each begins a new document")
+        for what, count in sorted(self.losses.unwritten.items()):
+            output.warn(f"{name}: {count} chats have {what} that the model's chat template does not write: the calibration doesn't see them")
+
+
+def _tools_of(row: object) -> object:
+    return row.get(TOOLS) if isinstance(row, dict) else None
 
 
 def _row_kind(row: object, column: str | None, where: str) -> tuple[tuple[str, ...], Any]:
@@ -128,7 +151,7 @@ def _row_kind(row: object, column: str | None, where: str) -> tuple[tuple[str, .
         if isinstance(value, list):
             return ("token_ids",), value
         raise UsageError(f"{where}: {column!r} is {short(value)}", "choose a --column of strings, chat messages or token ids")
-    keys = {str(key) for key in row if key != "id"}
+    keys = {str(key) for key in row if key != "id" and not (key == TOOLS and "messages" in row)}
     for kind in ROW_KINDS:
         if keys == set(kind):
             return kind, [row[key] for key in kind] if len(kind) > 1 else row[kind[0]]
@@ -136,31 +159,11 @@ def _row_kind(row: object, column: str | None, where: str) -> tuple[tuple[str, .
                      + ", ".join(" and ".join(kind) for kind in ROW_KINDS), "rename or remove keys, or name the one to read with --column")
 
 
-def _open(path: Path) -> IO[bytes]:
-    return cast("IO[bytes]", gzip.open(path, "rb")) if path.name.endswith(".gz") else open(path, "rb")
-
-
-def _read_text(path: Path) -> str:
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            return file.read()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path.name} is not UTF-8 text (byte {error.start})", "convert it to UTF-8") from None
-    except OSError as error:
-        raise UsageError(f"{path} can't be read: {error.strerror}", "check the file and its permissions") from None
-
-
 def _json_rows(path: Path) -> Iterator[tuple[str, object]]:
     """Each line's place and JSON value; blank lines are passed over but counted."""
-    try:
-        with _open(path) as file:
-            for number, line in enumerate(file, 1):
-                where = f"{path.name} line {number}"
-                if not line.strip():
-                    continue
-                try:
-                    yield where, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-                except (ValueError, RecursionError) as error:
-                    raise UsageError(f"{where}: this is no JSON ({short(error)})", "write one JSON object a line, in UTF-8") from None
-    except (OSError, EOFError) as error:
-        raise UsageError(f"{path} can't be read: {short(error)}", "check the file; is it a whole .gz?") from None
+    for number, line in read_lines(path, path.name):
+        where = f"{path.name} line {number}"
+        try:
+            yield where, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{where}: this is no JSON ({short(error)})", "write one JSON object a line, in UTF-8") from None

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy
 
-from gemq.calibration.tokenize import chat_text, encode_text, short
+from gemq.calibration.tokenize import encode_text, short
 from gemq.config_file import read_complete_config
 from gemq.errors import IntegrityError, UsageError
 
@@ -63,13 +63,14 @@ class MediaReader:
         self.family = str(self.config.get("model_type"))
         self._processors: dict[str, Any] = {}
 
-    def record(self, tokenizer: Any, messages: object, folder: Path | None, where: str, *, bos: int | None, length: int) -> MediaRecord:
-        """The record of a chat; raises UsageError naming `where` for a file that is missing, broken or not for this model.
+    def record(self, tokenizer: Any, messages: object, text: str, folder: Path | None, where: str, *, bos: int | None, length: int) -> MediaRecord:
+        """The record of a chat that is `text` in the model's template.
+
+        Raises UsageError naming `where` for a file that is missing, broken or not for this model.
 
         folder: what the paths are relative to; None where there is no such folder (rows of a data set). A record longer than `length` loses
         its tail of text; one whose media don't fit is refused.
         """
-        text = chat_text(tokenizer, messages, where, more_parts=KINDS)
         assert isinstance(messages, list)
         files, counts = [], []
         for message in messages:

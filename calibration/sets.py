@@ -139,6 +139,7 @@ def load_calibration(spec: str, *, model_dir: Path, samples: int, length: int, s
         raise UsageError(f"calibration {spec!r} is neither self, nor a file, nor a data set like org/name[:config][@revision]",
                          "name a .txt or .jsonl file, a data set of the Hub, or self")
     taken = list(islice(_windows(documents, length, reader, pack=pack), samples))
+    reader.report(path.name or spec)
     if len(taken) < samples:
         found = f"gives {len(taken)} windows of up to {length} tokens" if taken else f"gives no window ({reader.rows} documents read)"
         raise UsageError(f"calibration {spec} {found}, --samples asks for {samples}",

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gemq.calibration.special_tokens import beyond_vocabulary
 from gemq.config_file import read_complete_config, text_config
 from gemq.errors import UsageError
 
 SHORTEST_WINDOW = 16  # tokens with BOS; what a tail below that says about activations is mostly about BOS
-_CHAT_PARTS = "a string, or a list of {'type': 'text', 'text': …}"
 
 
 @dataclass(frozen=True)
@@ -74,51 +74,16 @@ def encode_text(tokenizer: Any, text: str, where: str) -> list[int]:
         raise UsageError(f"{where}: the text can't be tokenized ({short(error)})", "is it valid Unicode?") from error
 
 
-def encode_messages(tokenizer: Any, messages: object, where: str) -> list[int]:
-    """The ids of a chat in the model's own template. BOS is in them if the template writes it; `cut_windows` makes that one."""
-    return encode_text(tokenizer, chat_text(tokenizer, messages, where), where)
-
-
-def chat_text(tokenizer: Any, messages: object, where: str, more_parts: Sequence[str] = ()) -> str:
-    """A chat in the model's own template.
-
-    `messages`: [{"role": str, "content": str or [{"type": "text", "text": str}]}]; parts of the types `more_parts` may stand beside text.
-    Raises UsageError without a template, on another shape, and where the template itself refuses (roles that don't alternate, say).
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise UsageError(f"{where} holds chat messages, and the model's tokenizer has no chat template (is it a base model?)",
-                         "use {\"text\": …} rows, or an instruction-tuned model")
-    if not isinstance(messages, list) or not messages:
-        raise UsageError(f"{where}: messages must be a list of at least one message", "write [{\"role\": …, \"content\": …}, …]")
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise UsageError(f"{where}: a message must have a role and content, got {short(message)}",
-                             "write {\"role\": …, \"content\": …}")
-        content = message["content"]
-        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        for part in parts:
-            if isinstance(part, dict) and part.get("type") in more_parts:
-                continue
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise UsageError(f"{where}: content must be {_CHAT_PARTS}, got {short(part)}",
-                                 "write text, or {'type': 'image' or 'audio', 'path': …} in a .jsonl")
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
-    except Exception as error:  # jinja's, and whatever a template's raise_exception raises
-        raise UsageError(f"{where}: the model's chat template refuses these messages ({short(error)})",
-                         "check the roles and their order") from error
-
-
-def check_ids(ids: object, limits: TokenLimits, where: str) -> list[int]:
-    """`ids`, when it is a list of ids within the vocabulary; raises UsageError naming `where` and the first bad one."""
+def check_ids(ids: object, limits: TokenLimits, where: str, tokenizer: Any | None = None) -> list[int]:
+    """`ids`, when it is a list of ids within the vocabulary; raises UsageError naming `where`, the first bad one and what `tokenizer` calls it."""
     if not isinstance(ids, list):
         raise UsageError(f"{where}: token ids must be a list of whole numbers, got {short(ids)}", "write [2, 818, …]")
     for position, value in enumerate(ids):
         if not isinstance(value, int) or isinstance(value, bool):
             raise UsageError(f"{where}: token {position} is {short(value)}, a whole number is needed", "write [2, 818, …]")
         if not 0 <= value < limits.vocab_size:
-            raise UsageError(f"{where}: token {position} has id {value}, the model's vocabulary has ids 0 to {limits.vocab_size - 1}",
-                             "was this data tokenized for another model?")
+            what, advice = beyond_vocabulary(value, limits.vocab_size, tokenizer)
+            raise UsageError(f"{where}: token {position} has id {value}, {what}", advice)
     return ids
 
 

@@ -75,6 +75,8 @@ class AccuracyResult:
     data: dict[str, Any]
     domains: tuple[Domain, ...]
     length_drift: float | None = field(default=None)
+    target_digest: str | None = None  # content digests (quantize.content), None where a server at a URL was asked
+    reference_digest: str | None = None
 
     @property
     def mean_drop_points(self) -> float | None:
@@ -152,8 +154,8 @@ def compared(target: str, reference: str, data: dict[str, Any], ours: Sequence[D
     return AccuracyResult(target, reference, data, joined, mine / other - 1 if other else None)
 
 
-def read_result(path: Path) -> tuple[dict[str, Any], list[Domain]]:
-    """What an earlier run measured, and on which data; raises UsageError where the file is no result of eval-accuracy."""
+def read_result(path: Path) -> tuple[dict[str, Any], list[Domain], str | None]:
+    """On which data an earlier run measured, what, and the digest of whose weights; raises UsageError where it is not eval-accuracy's result."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["kind"] != "accuracy":
@@ -161,6 +163,7 @@ def read_result(path: Path) -> tuple[dict[str, Any], list[Domain]]:
         domains = [domain_of(str(entry["name"]), str(entry["metric"]),
                              [Graded(int(q["id"]), str(q["sha256"]), float(q["grade"]), int(q["characters"])) for q in entry["questions"]])
                    for entry in document["domains"]]  # fmt: skip
-        return dict(document["data"]), domains
+        digest = document.get("target_digest")
+        return dict(document["data"]), domains, digest if isinstance(digest, str) else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is no result of gemq eval-accuracy ({error})", "give what its --output wrote, or a model as --reference") from None

@@ -7,6 +7,7 @@ sum of its stretches without interruption, each from the first request sent to t
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -120,6 +121,8 @@ class BenchResult:
     memory_samples: list[tuple[float, int]] = field(default_factory=list)
     memory_held: dict[str, Any] | None = None
     ppl: dict[str, Any] | None = None
+    target_digest: str | None = None  # the content digest of the checkpoint that gemq served; None for a server at a URL
+    data_sha256: str | None = None  # of the prompts
 
     def take_memory(self, watch: MemoryWatch) -> None:
         """Keep what was seen of the server's memory."""
@@ -139,7 +142,8 @@ class BenchResult:
         return {"kind": "bench", "target": self.target, "model": self.model, "base_url": self.base_url, "workload": self.workload.name,
                 "loads": loads, "memory": {"kind": self.memory_kind, "peak_bytes": self.peak_memory_bytes, "samples": self.memory_samples,
                                             "held": self.memory_held},
-                "ppl": self.ppl, "server_dependencies": self.server_dependencies}  # fmt: skip
+                "ppl": self.ppl, "target_digest": self.target_digest, "data_sha256": self.data_sha256,
+                "server_dependencies": self.server_dependencies}  # fmt: skip
 
 
 def arena_summary(result: BenchResult, one: LoadResult, job_id: str) -> dict[str, Any]:
@@ -298,10 +302,12 @@ def run_load(
 def run_bench(
     endpoint: Endpoint, workload: Workload, prompts: dict[str, list[Prompt]], *, target: str, runs: int = 1, audited: bool = True,
     partial: Path | None = None, server_dependencies: Sequence[str] = (), client: VllmClient | None = None, client_kind: str = "gemq",
+    target_digest: str | None = None,
 ) -> tuple[BenchResult, Path | None]:  # fmt: skip
     """Measure every load of `workload` at `endpoint`, `prompts` by load's name; returns the result and `partial`.
 
-    vLLM's `client`, where there is one, drives the loads that --client `client_kind` leaves it.
+    vLLM's `client`, where there is one, drives the loads that --client `client_kind` leaves it. `target_digest` is the served checkpoint's: what an
+    earlier run kept of another one is refused.
 
     The directory `partial` keeps what is finished; the caller holds it (`atomic.resumable_directory`, with JOURNAL) and publishes it, so that
     it can add files. Raises StoppedSafely (75) with what was kept when the endpoint dies, UsageError, and IntegrityError when an answer is not
@@ -312,13 +318,15 @@ def run_bench(
         require_fit(endpoint, load, prompts[load.name])
         require_memory(endpoint, load, prompts[load.name], held_tokens)
     clients = {load.name: client if drives(client_kind, load) else None for load in workload.loads}
-    key = {"target": target, "model": endpoint.model, "workload": workload.model_dump(mode="json"), "runs": runs,
+    asked = {name: [prompt.sha256 for prompt in some] for name, some in prompts.items()}
+    key = {"target": target_digest or target, "model": endpoint.model, "workload": workload.model_dump(mode="json"), "runs": runs,
            "clients": {name: one.name if one else "gemq" for name, one in clients.items()},
-           "prompts": {name: [prompt.sha256 for prompt in some] for name, some in prompts.items()}}  # fmt: skip
+           "prompts": asked}  # fmt: skip
     with _journal(partial, key) as journal:
         loads = [run_load(endpoint, load, prompts[load.name], journal, runs=runs, audited=audited, client=clients[load.name])
                  for load in workload.loads]  # fmt: skip
-    result = BenchResult(target, endpoint.model, endpoint.base_url, workload, loads, list(server_dependencies))
+    result = BenchResult(target, endpoint.model, endpoint.base_url, workload, loads, list(server_dependencies), target_digest=target_digest,
+                         data_sha256=hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest())  # fmt: skip
     return result, partial
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from gemq.errors import UsageError
 from gemq.eval.workloads import Prompt, ids_text
+from gemq.text_files import read_lines
 
 _KEYS = ("id", "prompt_sha256", "prompt_token_ids", "completion_token_ids", "completion_token_sha256")
 
@@ -55,13 +56,7 @@ def write_decoded(path: Path, records: Iterable[DecodeRecord]) -> None:
 
 def read_decoded(path: Path) -> list[DecodeRecord]:
     """The records of a file, never none; raises UsageError naming the line where one can't be compared: its form, an id, a digest."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"decode records {path} can't be read: {getattr(error, 'strerror', None) or error}", "check the path") from None
-    found = [_parse(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not found:
-        raise UsageError(f"{path} holds no decode records", "capture them with gemq eval-greedy --output")
+    found = [_parse(line, f"{path} line {number}") for number, line in read_lines(path)]
     seen: set[str] = set()
     for record in found:
         if record.id in seen:

@@ -8,9 +8,7 @@ names the record.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +19,9 @@ import stamina
 
 from gemq.errors import IntegrityError, StoppedSafely, UsageError
 from gemq.eval.records import Record
+from gemq.http_client import key_advice, open_client
 
 ATTEMPTS = 5
-CONNECT_SECONDS, READ_SECONDS = 10.0, 600.0
 _LOWEST = -9999.0  # what vLLM's server writes for a log-probability of minus infinity
 _SUM_TOLERANCE = 1e-3
 
@@ -59,7 +57,7 @@ class Endpoint:
             raise UsageError(f"{url} names no host", "give http://HOST:PORT")
         path = parts.path.rstrip("/").removesuffix("/v1")
         base = f"{parts.scheme}://{parts.netloc}{path}/v1"
-        with _client(base) as client:
+        with open_client(base) as client:
             try:
                 answer = _send(client, "GET", "/models")
             except (httpx.HTTPError, _ServerError) as error:
@@ -73,26 +71,8 @@ class Endpoint:
     @contextlib.contextmanager
     def connected(self) -> Iterator[Connection]:
         """Yield a connection that scores records."""
-        with _client(self.base_url) as client:
+        with open_client(self.base_url) as client:
             yield Connection(self, client)
-
-
-def client_options(base_url: str) -> dict[str, Any]:
-    """What every client of an endpoint is opened with: address, deadlines, API key, and no proxy in front of this machine itself."""
-    host = urlsplit(base_url).hostname or ""
-    with contextlib.suppress(ValueError):
-        host = "localhost" if ipaddress.ip_address(host).is_loopback else host
-    key = os.environ.get("VLLM_API_KEY")
-    return {
-        "base_url": base_url,
-        "timeout": httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS),
-        "headers": {"Authorization": f"Bearer {key}"} if key else {},
-        "trust_env": host != "localhost",  # a proxy that the environment names can't reach this machine's loopback
-    }
-
-
-def _client(base_url: str) -> httpx.Client:
-    return httpx.Client(**client_options(base_url))
 
 
 def _send(client: httpx.Client, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
@@ -118,8 +98,8 @@ def reason_of(response: httpx.Response) -> str:
 
 
 def _choose_model(url: str, answer: httpx.Response, wanted: str) -> tuple[str, int | None]:
-    if answer.status_code in (401, 403):
-        raise UsageError(f"{url} wants an API key", "put it into the environment variable VLLM_API_KEY")
+    if advice := key_advice(answer.status_code):
+        raise UsageError(f"{url} wants another API key (it answered {answer.status_code})", advice)
     try:
         models = {str(entry["id"]): entry for entry in answer.json()["data"]} if answer.status_code == 200 else None
     except (ValueError, KeyError, TypeError):

@@ -54,6 +54,11 @@ class GreedyResult:
     reference: str
     tolerance_nats: float
     per_prompt: tuple[Comparison, ...]
+    target_digest: str | None = None  # content digests (quantize.content), None where captured records or a server at a URL were compared
+    reference_digest: str | None = None
+    data_sha256: str | None = None  # of the prompts' token ids
+    dtype: str | None = None  # of the reference, where transformers reads it
+    device: str | None = None
 
     @property
     def divergent(self) -> list[Comparison]:
@@ -68,6 +73,8 @@ class GreedyResult:
         """The result as JSON types."""
         return {"kind": "greedy", "target": self.target, "reference": self.reference, "tolerance_nats": self.tolerance_nats,
                 "prompts": len(self.per_prompt), "divergent": len(self.divergent), "identical_share": self.identical_share,
+                "target_digest": self.target_digest, "reference_digest": self.reference_digest, "data_sha256": self.data_sha256,
+                "dtype": self.dtype, "device": self.device,
                 "tokens": sum(one.tokens for one in self.per_prompt), "near_ties": sum(one.near_ties for one in self.per_prompt),
                 "per_prompt": [{**asdict(one), "verdict": one.verdict} for one in self.per_prompt]}  # fmt: skip
 
@@ -141,14 +148,24 @@ def margin_by_reference(connection: Connection) -> Callable[[DecodeRecord, int, 
 
 
 @contextlib.contextmanager
-def judge_by_checkpoint(directory: str, device: str, dtype: str, tolerance: float) -> Iterator[Judge]:
-    """A judge that reads served ids with a checkpoint's own weights in transformers, one forward a prompt."""
+def judge_by_checkpoint(directory: str, device: str, dtype: str, tolerance: float) -> Iterator[tuple[Judge, dict[str, str | None]]]:
+    """A judge that reads served ids with a checkpoint's own weights in transformers, one forward a prompt.
+
+    And what a result says of it: reference_digest, dtype, device.
+    """
     from gemq.eval.local import LocalCheckpoint
+    from gemq.eval.plan import device_name
+    from gemq.quantize.content import directory_digest, require_unchanged
 
     opened = LocalCheckpoint.open(directory)
+    digest = directory_digest(opened.directory)
     output.note(f"loading {directory}")
     with opened.loaded(device, dtype) as model:
-        yield lambda ours: _read_by(model, opened.vocab_size, ours, tolerance)
+        require_unchanged(opened.directory, digest)
+        origin: dict[str, str | None] = {
+            "reference_digest": digest, "dtype": str(model.dtype).removeprefix("torch."), "device": device_name(device)
+        }  # fmt: skip
+        yield (lambda ours: _read_by(model, opened.vocab_size, ours, tolerance)), origin
 
 
 def _read_by(model: Any, vocab_size: int, ours: DecodeRecord, tolerance: float) -> Comparison:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gemq import atomic, output
-from gemq.errors import Interrupted, StoppedSafely, UsageError
+from gemq.errors import IntegrityError, Interrupted, StoppedSafely, UsageError
 from gemq.eval import greedy
 from gemq.eval.decoded import DecodeRecord, ids_sha256, read_decoded, write_decoded
 from gemq.eval.endpoint import Endpoint, is_url
 from gemq.eval.greedy import Comparison, GreedyResult
 from gemq.eval.target import Target
-from gemq.eval.workloads import Prompt, make_text_prompts, make_token_prompts, read_prompts, tokenized
+from gemq.eval.workloads import Prompt, ids_text, make_text_prompts, make_token_prompts, read_prompts, tokenized
 from gemq.output_paths import require_separate
+from gemq.quantize.content import directory_digest
 from gemq.serve.contract import NEAR_TIE_NATS
 
 TOKENS, MADE_PROMPTS, MADE_LENGTH = 512, 16, 32
@@ -115,12 +117,18 @@ def _kept(job: Job, target: Target, key: object) -> Iterator[_Capture]:
             raise type(error)(f"{error.message}; {captured.kept()}", error.next_step) from error
 
 
-def _capture_into(captured: _Capture, endpoint: Endpoint, prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
+def _capture_into(captured: _Capture, endpoint: Endpoint, prompts: Sequence[Prompt], counts: Sequence[int], *, check_kept: bool) -> None:
+    """Capture what is missing; with `check_kept` the last kept record is decoded again first: a server at a URL may serve another model now."""
     have = {record.id for record in captured.records}
     todo = [(prompt, count) for prompt, count in zip(prompts, counts, strict=True) if prompt.id not in have]
     for prompt, count in todo:
         greedy.require_window([prompt], count, endpoint.max_length, endpoint.name)
     with endpoint.connected() as connection:
+        if check_kept and captured.records:
+            last = captured.records[-1]
+            if tuple(connection.decode(last.prompt_token_ids, len(last.completion_token_ids), f"prompt {last.id}")) != last.completion_token_ids:
+                raise IntegrityError(f"prompt {last.id} is decoded to other ids than those that {captured.file} kept: the model has changed",
+                                     "choose another --output, or delete that directory")  # fmt: skip
         greedy.capture(connection, [prompt for prompt, _ in todo], [count for _, count in todo], captured.add)
 
 
@@ -156,12 +164,14 @@ def evaluate_greedy(job: Job) -> GreedyResult:
     prompts = _prompts(job, target, theirs)
     lengths = {record.id: len(record.completion_token_ids) for record in theirs or ()}
     counts = [lengths.get(prompt.id, job.tokens or TOKENS) for prompt in prompts]
-    key = {"target": job.target, "checkpoint": target.checkpoint_key(), "prompts": [prompt.sha256 for prompt in prompts], "counts": counts}
+    digest = target.digest
+    told = None if target.checkpoint is None else directory_digest(target.checkpoint)
+    key = {"target": digest or job.target, "checkpoint": told, "prompts": [prompt.sha256 for prompt in prompts], "counts": counts}
     with _kept(job, target, key) as captured:
         with target.opened(python=job.python) as (endpoint, _):
-            _capture_into(captured, endpoint, prompts, counts)
+            _capture_into(captured, endpoint, prompts, counts, check_kept=digest is None)
             early = _judged(job, captured.records, theirs, tolerance, endpoint) if theirs is not None else None
-        result = early or _judged(job, captured.records, None, tolerance, None)
+        result = replace(early or _judged(job, captured.records, None, tolerance, None), target_digest=digest)
         if job.output_dir is not None:
             partial = atomic.partial_of(job.output_dir)
             _write(partial, result, captured.records)
@@ -179,6 +189,7 @@ def _write(folder: Path, result: GreedyResult, ours: Sequence[DecodeRecord]) -> 
 def _judged(
     job: Job, ours: Sequence[DecodeRecord], theirs: Sequence[DecodeRecord] | None, tolerance: float, endpoint: Endpoint | None
 ) -> GreedyResult:
+    origin: dict[str, str | None] = {}
     with contextlib.ExitStack() as stack:
         if theirs is not None:
             missing = {record.id for record in theirs} ^ {record.id for record in ours}
@@ -187,15 +198,17 @@ def _judged(
             connection = None if endpoint is None else stack.enter_context(endpoint.connected())
             judge = greedy.judge_by_records(theirs, greedy.margin_by_target(connection), tolerance)
         elif is_url(job.reference) or job.engine == "vllm":
+            origin = {"reference_digest": Target.parse(job.reference).digest}
             judge = stack.enter_context(_judge_by_server(job, ours, tolerance))
         else:
-            judge = stack.enter_context(greedy.judge_by_checkpoint(job.reference, job.device, job.dtype, tolerance))
+            judge, origin = stack.enter_context(greedy.judge_by_checkpoint(job.reference, job.device, job.dtype, tolerance))
         compared: list[Comparison] = []
         with output.progress("comparing", len(ours), "prompts") as advance:
             for record in ours:
                 compared.append(judge(record))
                 advance()
-    return GreedyResult(job.target, job.reference, tolerance, tuple(compared))
+    asked = hashlib.sha256("\n".join(ids_text(record.prompt_token_ids) for record in ours).encode()).hexdigest()
+    return GreedyResult(job.target, job.reference, tolerance, tuple(compared), data_sha256=asked, **origin)
 
 
 @contextlib.contextmanager

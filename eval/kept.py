@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,17 +16,15 @@ from safetensors.torch import save_file
 
 from gemq import atomic, output
 from gemq.eval.local import Head, LocalCheckpoint
-from gemq.eval.records import Record
+from gemq.eval.plan import Plan, records_sha256
 from gemq.quantize.skeleton import load_skeleton
-from gemq.source import files_as_they_lie
 
 _KEY = "key"
 
 
-def key_of(reference: LocalCheckpoint, records: Sequence[Record], dtype: str) -> str:
-    """What the states depend on: the reference's files as they lie there, the records' tokens, the dtype."""
-    told = files_as_they_lie(reference.directory)
-    text = json.dumps([str(reference.directory.resolve()), told, dtype, [[record.first_target, record.tokens] for record in records]])
+def key_of(plan: Plan, dtype: str) -> str:
+    """What the states depend on: the reference's content, the records' tokens, device and dtype."""
+    text = json.dumps([plan.reference_digest, records_sha256(plan.records), plan.device, dtype])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

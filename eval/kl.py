@@ -23,7 +23,7 @@ from gemq.eval.finished import FinishedRecords
 from gemq.eval.histogram import kl_histogram
 from gemq.eval.local import Head, LocalCheckpoint, LocalModel, chunks, require_dtype, require_finite
 from gemq.eval.plan import Plan
-from gemq.eval.records import Record, file_sha256
+from gemq.eval.records import Record
 from gemq.eval.statistics import Estimate, cluster_mean
 
 HISTOGRAM = "histogram"
@@ -61,6 +61,9 @@ class KlResult:
     top: int | None = None
     covered: float | None = None
     kl_histogram: tuple[int, ...] | None = None  # positions a bin of histogram.EDGES
+    target_digest: str | None = None  # content digests (quantize.content), None where an endpoint was asked
+    reference_digest: str | None = None
+    device: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON types, with every record."""
@@ -104,7 +107,7 @@ def evaluate_kl(
         raise UsageError("--top is given, and both are directories: their KL is over the whole vocabulary", "leave --top out")
     with plan.partial_results():
         if isinstance(plan.target, LocalCheckpoint) and isinstance(plan.reference, LocalCheckpoint):
-            used = score_pair(plan.target, plan.reference, plan.records, plan.finished, device, dtype)
+            used = score_pair(plan, device, dtype)
         else:
             from gemq.eval.served_kl import choose_top, score_told
 
@@ -115,8 +118,8 @@ def evaluate_kl(
     counts = [record.tokens for record in per_record]
     estimate = cluster_mean([record.kl_nats for record in per_record], counts, positive=True)
     share = None if whole else math.fsum(record.covered or 0.0 for record in per_record) / sum(counts)
-    return KlResult(target, reference, str(data), file_sha256(data), used, estimate, sum(counts), len(counts), per_record, top, share,
-                    kl_counts(plan.finished, len(plan.records)))  # fmt: skip
+    return KlResult(target, reference, str(data), plan.data_sha256, used, estimate, sum(counts), len(counts), per_record, top, share,
+                    kl_counts(plan.finished, len(plan.records)), **plan.origin())  # fmt: skip
 
 
 def record_reference(
@@ -131,21 +134,22 @@ def record_reference(
 
     plan = Plan.make(target, data, reference=None, records=records, skip=skip, length=length, device=device, dtype=dtype, kind="kl",
                      output_path=None, tokenizer=tokenizer)  # fmt: skip
-    return record_distributions(plan, file, choose_top(top, None), file_sha256(data), device, dtype)
+    return record_distributions(plan, file, choose_top(top, None), device, dtype)
 
 
-def score_pair(
-    target: LocalCheckpoint, reference: LocalCheckpoint, records: list[Record], finished: FinishedRecords, device: str, dtype: str,
-    kept: Path | None = None,
-) -> str:  # fmt: skip
-    """Score the missing records under role "both" as [KL, target's NLL, reference's NLL] sums; returns the dtype that was computed in.
+def score_pair(plan: Plan, device: str, dtype: str, kept: Path | None = None) -> str:
+    """Score the missing records of a plan with two checkpoints; returns the dtype that was computed in.
 
-    In `kept` the reference's hidden states wait for another target. Each record's histogram of KL is attached under HISTOGRAM.
+    They are kept under role "both" as [KL, target's NLL, reference's NLL] sums, and each record's histogram of KL under HISTOGRAM. In `kept` the
+    reference's hidden states wait for another target.
     """
+    target, reference, records, finished = plan.target, plan.reference, plan.records, plan.finished
+    assert isinstance(target, LocalCheckpoint)
+    assert isinstance(reference, LocalCheckpoint)
     todo = list(finished.missing("both", len(records)))
-    head, states, used = _reference_states(reference, records, todo, device, dtype, kept)
+    head, states, used = _reference_states(plan, reference, todo, device, dtype, kept)
     output.note(f"loading {target.name}")
-    with target.loaded(device, dtype) as model, output.progress("target", len(todo), "records") as advance:
+    with plan.loaded(target, device, dtype) as model, output.progress("target", len(todo), "records") as advance:
         for index in todo:
             record = records[index]
             sums, counts = _pair_sums(model, head, states.pop(index), record, reference.name)
@@ -156,22 +160,23 @@ def score_pair(
 
 
 def _reference_states(
-    reference: LocalCheckpoint, records: list[Record], todo: list[int], device: str, dtype: str, kept: Path | None
+    plan: Plan, reference: LocalCheckpoint, todo: list[int], device: str, dtype: str, kept: Path | None
 ) -> tuple[Head, dict[int, Any], str]:
     """The reference's head, its hidden states at the records in `todo`, and the dtype."""
+    records = plan.records
     if kept is not None:
         from gemq.eval.kept import head_of, key_of, read_states, write_states
 
         where = torch.device(choose(device))
         computed = require_dtype(dtype, where, reference.stored_dtype)
-        key = key_of(reference, records, str(computed))
+        key = key_of(plan, str(computed))
         found = read_states(kept, key, len(records))
         if found is not None:
             output.note(f"{reference.name}: its scores are kept from an earlier build")
             return head_of(reference, where, computed), found, str(computed).removeprefix("torch.")
         todo = list(range(len(records)))
     output.note(f"loading {reference.name}")
-    with reference.loaded(device, dtype) as model, output.progress("reference", len(todo), "records") as advance:
+    with plan.loaded(reference, device, dtype) as model, output.progress("reference", len(todo), "records") as advance:
         states = _hidden_states(model, records, todo, advance)
         if kept is not None:
             write_states(kept, key, states)

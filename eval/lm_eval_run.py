@@ -13,7 +13,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ import httpx
 from gemq import atomic, output
 from gemq.errors import GemqError, IntegrityError, Interrupted, StoppedSafely, UsageError
 from gemq.eval.accuracy import AccuracyResult, Domain, Graded, compared, domain_of, read_result
-from gemq.eval.endpoint import Endpoint, client_options
+from gemq.eval.endpoint import Endpoint
 from gemq.eval.records import file_sha256
 from gemq.eval.target import Target
+from gemq.http_client import headers, open_client
+from gemq.text_files import read_lines
 
 GSM8K = "gsm8k"
 KEY_FILE = "key.json"  # in the directory of kept answers: to which questions they are
@@ -59,14 +61,8 @@ def require_lm_eval() -> None:
 
 def read_gsm8k(path: Path) -> list[dict[str, str]]:
     """The questions of a .jsonl of {question, answer}; raises UsageError naming the line that is none."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}", "give GSM8K's .jsonl") from None
     found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in read_lines(path):
         try:
             entry = json.loads(line)
             question, answer = entry["question"], entry["answer"]
@@ -109,8 +105,9 @@ def gsm8k_task(questions: Questions, folder: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def _quiet(*, offline: bool) -> Iterator[None]:
     """lm-eval and what it calls without their own logs and bars; without a hub where everything is local."""
-    kept = {name: os.environ.get(name) for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TQDM_DISABLE")}
+    kept = {name: os.environ.get(name) for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TQDM_DISABLE", "OPENAI_API_KEY")}
     os.environ["TQDM_DISABLE"] = "1"
+    os.environ.pop("OPENAI_API_KEY", None)  # lm-eval would send it to whatever endpoint is asked
     if offline:
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     import datasets
@@ -145,9 +142,8 @@ def _model(endpoint: Endpoint, questions: Questions, in_flight: int, tokenizer: 
         arguments |= {"tokenizer": str(tokenizer), "tokenizer_backend": "huggingface", "revision": None}
     else:
         arguments["tokenizer_backend"] = None
-    key = client_options(endpoint.base_url)["headers"].get("Authorization")
-    if key:
-        arguments["header"] = {"Authorization": key}
+    if headers():
+        arguments["header"] = headers()
     return get_model(kind)(**arguments)
 
 
@@ -224,7 +220,8 @@ def _failure(endpoint: Endpoint, error: Exception) -> GemqError:
     """What a failure of lm-eval's client means: the endpoint is gone, or it refuses."""
     status = getattr(error, "status", None)
     try:
-        alive = httpx.Client(**client_options(endpoint.base_url)).get("/models", timeout=10).status_code == 200
+        with open_client(endpoint.base_url, timeout=10) as client:
+            alive = client.get("/models").status_code == 200
     except httpx.HTTPError:
         alive = False
     reason = (str(error).strip() or repr(error)).splitlines()[0]
@@ -267,8 +264,9 @@ def evaluate_accuracy(
         raise UsageError(f"{reference} was measured on other questions", "measure both on the same file, with the same options")
     if questions.data is not None:
         read_gsm8k(questions.data)
-    sides = {"target": target.name, "checkpoint": target.checkpoint_key(), "reference": reference,
-             "reference_checkpoint": None if other is None else other.checkpoint_key()}  # fmt: skip
+    digests = {"target_digest": target.digest,
+               "reference_digest": earlier[2] if earlier is not None else None if other is None else other.digest}  # fmt: skip
+    sides = {"target": digests["target_digest"] or target.name, "reference": digests["reference_digest"] or reference}
     with _folder(kept, sides | key) as folder:
         def measure(side: Target, label: str) -> list[Domain]:
             with side.opened(python=python) as (endpoint, _):
@@ -282,9 +280,9 @@ def evaluate_accuracy(
         except StoppedSafely as error:
             raise type(error)(f"{error.message}; {_kept(kept)}", error.next_step) from error
     if theirs is None:
-        return AccuracyResult(target.name, None, key, tuple(ours))
+        return AccuracyResult(target.name, None, key, tuple(ours), **digests)
     assert reference is not None
-    return compared(target.name, reference, key, ours, theirs)
+    return replace(compared(target.name, reference, key, ours, theirs), **digests)
 
 
 def _kept(folder: Path | None) -> str:

@@ -19,6 +19,8 @@ from typing import Any
 
 import httpx
 
+from gemq.http_client import open_client
+
 POLL_SECONDS = 0.5  # LowBArena's
 CAP_SHARE, CAP_ROOM_BYTES = 1.02, 512 * 1024**2  # a second serving may hold 2% more, and a CUDA context (or what three interpreters differ by)
 _GIB = 1024**3
@@ -62,7 +64,8 @@ def read_metrics(text: str) -> tuple[float | None, int | None, int | None]:
 def kv_cache_tokens(base_url: str) -> int | None:
     """How many tokens the KV cache of the endpoint at `base_url` holds; None where it doesn't tell."""
     try:
-        answer = httpx.get(base_url.removesuffix("/v1") + "/metrics", timeout=10, trust_env=False)
+        with open_client(base_url.removesuffix("/v1"), timeout=10) as client:
+            answer = client.get("/metrics")
     except httpx.HTTPError:
         return None
     told = re.findall(r'^vllm:cache_config_info{[^}]*kv_cache_size_tokens="(\d+)"', answer.text, re.MULTILINE)
@@ -173,7 +176,7 @@ class MemoryWatch:
         self._thread.join()
 
     def _watch(self) -> None:
-        with httpx.Client(timeout=POLL_SECONDS, trust_env=False) as client:
+        with open_client(self._metrics or "http://127.0.0.1", timeout=POLL_SECONDS) as client:
             while True:
                 pids = processes_below(self.pid)
                 held = self._gpu_bytes(pids) if self._devices else resident_bytes(pids)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,10 +17,11 @@ from gemq.devices import choose
 from gemq.errors import GemqError, Interrupted, StoppedSafely, UsageError
 from gemq.eval.endpoint import Endpoint, is_url
 from gemq.eval.finished import FinishedRecords
-from gemq.eval.local import LocalCheckpoint, require_dtype
+from gemq.eval.local import LocalCheckpoint, LocalModel, require_dtype
 from gemq.eval.recorded import Recorded
 from gemq.eval.records import Record, file_sha256, read_records
 from gemq.output_paths import require_separate
+from gemq.quantize.content import directory_digest, require_unchanged
 
 Judged = LocalCheckpoint | Endpoint | Recorded
 
@@ -32,14 +36,40 @@ def open_reference(reference: str) -> Judged:
     return Recorded.open(reference) if not is_url(reference) and Path(reference).is_file() else open_target(reference)
 
 
+def digest_of(side: Judged | None) -> str | None:
+    """The content digest of a checkpoint directory, or of the model whose distributions a file holds; None for an endpoint, which can't prove one."""
+    if isinstance(side, LocalCheckpoint):
+        return directory_digest(side.directory)
+    return side.model_digest if isinstance(side, Recorded) else None
+
+
+def device_name(device: str) -> str:
+    """The device that `device` means here, as results name it: cpu, or cuda and the card's name."""
+    chosen = torch.device(choose(device))
+    return chosen.type if chosen.type == "cpu" else f"{chosen.type} {torch.cuda.get_device_name(chosen)}"
+
+
+def records_sha256(records: Sequence[Record]) -> str:
+    """The SHA-256 of what is scored: every record's token ids and the position of its first target."""
+    told = [[record.first_target, record.tokens] for record in records]
+    return hashlib.sha256(json.dumps(told, separators=(",", ":")).encode()).hexdigest()
+
+
 @dataclass
 class Plan:
-    """What an evaluation will score: both sides opened, the records read and checked, what an earlier run finished."""
+    """What an evaluation will score: both sides opened and named by their digests, the records read and checked, what an earlier run finished.
+
+    `device` is None where both sides are served.
+    """
 
     target: LocalCheckpoint | Endpoint
     reference: Judged | None
     records: list[Record]
     finished: FinishedRecords
+    data_sha256: str
+    target_digest: str | None
+    reference_digest: str | None
+    device: str | None
 
     @classmethod
     def make(
@@ -65,13 +95,27 @@ class Plan:
         found = read_records(data, tokenizer=tokenizer, vocab_size=vocab_size, length=length, records=records, skip=skip)
         for side in sides:
             _require_fit(side, found)
-        _warn_without_bos(sides, found)
+        _warn_of_bos(sides, found)
+        digests, data_sha256 = (digest_of(opened), digest_of(other)), file_sha256(data)
+        used = device_name(device) if any(isinstance(side, LocalCheckpoint) for side in sides) else None
         key = {
-            "kind": kind, "target": _identity(opened), "reference": other and _identity(other), "data_sha256": file_sha256(data),
-            "records": records, "skip": skip, "length": length, "dtype": dtype,
-            "tokenizer": str(tokenizer) if data.suffix == ".txt" else None, "top": top,
+            "kind": kind, "target": _identity(opened, device, dtype), "reference": other and _identity(other, device, dtype),
+            "data_sha256": data_sha256, "records_sha256": records_sha256(found), "device": used, "top": top,
         }  # fmt: skip
-        return cls(opened, other, found, FinishedRecords(output_path, key))
+        return cls(opened, other, found, FinishedRecords(output_path, key), data_sha256, *digests, used)
+
+    def origin(self) -> dict[str, Any]:
+        """What a result says of the weights that were measured and of where: target_digest, reference_digest, device."""
+        return {"target_digest": self.target_digest, "reference_digest": self.reference_digest, "device": self.device}
+
+    @contextlib.contextmanager
+    def loaded(self, side: LocalCheckpoint, device: str, dtype: str) -> Iterator[LocalModel]:
+        """Yield the model of `side` in memory; raises IntegrityError where its files are not those of the plan's digest any more."""
+        digest = self.target_digest if side is self.target else self.reference_digest
+        assert digest is not None
+        with side.loaded(device, dtype) as model:
+            require_unchanged(side.directory, digest)
+            yield model
 
     @contextlib.contextmanager
     def partial_results(self) -> Iterator[None]:
@@ -87,12 +131,13 @@ class Plan:
             raise
 
 
-def _identity(side: Judged) -> list[str]:
+def _identity(side: Judged, device: str, dtype: str) -> list[str | None]:
+    """What tells a side from every other, wherever its files are: content and dtype, or a server's address and its model's name."""
     if isinstance(side, Endpoint):
-        return [side.base_url, side.model]
+        return ["endpoint", side.base_url, side.model]
     if isinstance(side, Recorded):
-        return [str(side.path.resolve()), file_sha256(side.path)]
-    return [str(side.directory.resolve()), file_sha256(side.directory / "config.json")]
+        return ["recorded", file_sha256(side.path)]
+    return ["checkpoint", digest_of(side), str(require_dtype(dtype, torch.device(choose(device)), side.stored_dtype))]
 
 
 def _require_same_tokens(target: Judged, reference: Judged) -> None:
@@ -128,9 +173,13 @@ def _require_fit(side: Judged, records: list[Record]) -> None:
                              f"give --length {side.max_length - extra}, or serve with a longer window")  # fmt: skip
 
 
-def _warn_without_bos(sides: list[Judged], records: list[Record]) -> None:
+def _warn_of_bos(sides: list[Judged], records: list[Record]) -> None:
     for side in sides:
         bos = side.bos_token_id if isinstance(side, LocalCheckpoint) else None
+        inner = [record for record in records if bos is not None and bos in record.tokens[1:]]
+        if inner:
+            output.warn(f"{len(inner)} of {len(records)} records hold BOS ({bos}) after their first token, first {inner[0].where}: what follows it "
+                        f"is scored as the start of another document")  # fmt: skip
         without = [record for record in records if record.tokens[0] != bos]
         if bos is not None and without:
             output.warn(f"{len(without)} of {len(records)} records do not start with BOS ({bos}), first {without[0].where}: "

@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,9 @@ class PplResult:
     kl_nats: Estimate | None
     per_record: tuple[RecordScore, ...]
     kl_histogram: tuple[int, ...] | None = None  # positions a bin of histogram.EDGES, where KL was measured
+    target_digest: str | None = None  # content digests (quantize.content), None where an endpoint was asked
+    reference_digest: str | None = None
+    device: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON types, with every record."""
@@ -67,20 +70,20 @@ class PplResult:
 
 
 @contextlib.contextmanager
-def _scorer(side: Judged, device: str, dtype: str) -> Iterator[LocalModel | Connection]:
+def _scorer(plan: Plan, side: Judged, device: str, dtype: str) -> Iterator[LocalModel | Connection]:
     if isinstance(side, Endpoint):
         with side.connected() as connection:
             yield connection
     else:
         assert isinstance(side, LocalCheckpoint)
         output.note(f"loading {side.name}")
-        with side.loaded(device, dtype) as model:
+        with plan.loaded(side, device, dtype) as model:
             yield model
 
 
 def _score_side(side: Judged, role: str, plan: Plan, device: str, dtype: str) -> str:
     todo = list(plan.finished.missing(role, len(plan.records)))
-    with _scorer(side, device, dtype) as scorer, output.progress(role, len(todo), "records") as advance:
+    with _scorer(plan, side, device, dtype) as scorer, output.progress(role, len(todo), "records") as advance:
         for index in todo:
             record = plan.records[index]
             nll = -math.fsum(scorer.score(record))
@@ -124,7 +127,7 @@ def evaluate_ppl(
         if with_kl:
             assert isinstance(plan.target, LocalCheckpoint)
             assert isinstance(plan.reference, LocalCheckpoint)
-            used = score_pair(plan.target, plan.reference, plan.records, plan.finished, device, dtype, kept)
+            used = score_pair(plan, device, dtype, kept)
             divergence, ours, theirs = (list(column) for column in zip(*plan.finished.scores("both", count), strict=True))
         else:
             used = _score_side(plan.target, "target", plan, device, dtype)
@@ -132,7 +135,8 @@ def evaluate_ppl(
             if plan.reference is not None:
                 _score_side(plan.reference, "reference", plan, device, dtype)
                 theirs = [scores[0] for scores in plan.finished.scores("reference", count)]
-    return _result(target, reference, data, used, plan.records, ours, theirs, divergence, kl_counts(plan.finished, count) if with_kl else None)
+    made = _result(target, reference, data, used, plan.records, ours, theirs, divergence, kl_counts(plan.finished, count) if with_kl else None)
+    return replace(made, data_sha256=plan.data_sha256, **plan.origin())
 
 
 def _exp(mean: Estimate) -> Estimate:

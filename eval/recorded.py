@@ -1,7 +1,7 @@
 """Distributions that a model told of itself, one line a record: kept by `gemq eval-kl --record` and read as a reference when it is not served.
 
-The first line says what they are: the model, the data's SHA-256, how many likeliest tokens each position has, and how many records follow. Each
-further line holds a record's id, the SHA-256 of its token ids, and for each target the natural log-probabilities by token id.
+The first line says what they are: the model and its content digest, the data's SHA-256, how many likeliest tokens each position has, and how many
+records follow. Each further line holds a record's id, the SHA-256 of its token ids, and for each target the natural log-probabilities by token id.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Recorded:
     data_sha256: str
     top: int
     offsets: Mapping[str, int] = field(repr=False)
+    model_digest: str | None = None  # the content digest of the checkpoint; None where an endpoint was recorded, or by an older gemq
     vocab_size: None = None
     max_length: None = None
 
@@ -72,7 +73,9 @@ class Recorded:
                     if not line:
                         break
                     offsets[str(json.loads(line)["record_sha256"])] = start
-                found = cls(name, path, str(head["model"]), str(head["data_sha256"]), int(head["top"]), offsets)
+                digest = head.get("model_digest")
+                found = cls(name, path, str(head["model"]), str(head["data_sha256"]), int(head["top"]), offsets,
+                            digest if isinstance(digest, str) else None)  # fmt: skip
                 count = int(head["records"])
         except OSError as error:
             raise UsageError(f"{name} can't be read: {error.strerror}", "give a directory, a URL, or a file of distributions") from None

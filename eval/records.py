@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gemq.calibration.special_tokens import beyond_vocabulary, clean_text, warn_of
 from gemq.errors import UsageError
+from gemq.text_files import read_lines, read_text
 
 DEFAULT_LENGTH = 1024
 _KEYS = ("id", "context_token_ids", "target_token_ids")
@@ -78,20 +81,8 @@ def read_records(
     return chosen
 
 
-def _read_text(data: Path) -> str:
-    try:
-        return data.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        line = data.read_bytes()[: error.start].count(b"\n") + 1
-        raise UsageError(f"{data} line {line} is not UTF-8 (byte {error.start})", "save the file as UTF-8") from None
-    except OSError as error:
-        raise UsageError(f"{data} can't be read: {error.strerror}", "check the path and its permissions") from error
-
-
 def _windows(data: Path, tokenizer_directory: Path | None, vocab_size: int | None, length: int) -> Iterator[Record]:
-    text = _read_text(data)
-    if not text.strip():
-        return
+    text = read_text(data)
     if tokenizer_directory is None:
         raise UsageError(
             f"{data} is text, and an endpoint's URL says nothing of its tokenizer", "give the checkpoint's directory to --tokenizer"
@@ -101,10 +92,12 @@ def _windows(data: Path, tokenizer_directory: Path | None, vocab_size: int | Non
     if bos is None:
         raise UsageError(f"the tokenizer in {tokenizer_directory} has no BOS token, with which every window starts",
                          "give token records (.jsonl) instead of text")  # fmt: skip
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    if vocab_size is not None and max([bos, *ids]) >= vocab_size:
-        raise UsageError(f"the tokenizer in {tokenizer_directory} gives id {max([bos, *ids])}, the model has {vocab_size} tokens",
-                         "use the tokenizer that belongs to the checkpoint")  # fmt: skip
+    seen: Counter[str] = Counter()
+    ids = tokenizer(clean_text(tokenizer, text, str(data), seen), add_special_tokens=False, verbose=False)["input_ids"]
+    warn_of(seen, str(data), "each stays inside its window, as the start of another document", tokenizer)
+    if vocab_size is not None and (highest := max([bos, *ids])) >= vocab_size:
+        what, advice = beyond_vocabulary(highest, vocab_size, tokenizer)
+        raise UsageError(f"the tokenizer in {tokenizer_directory} gives id {highest}, {what}", advice)
     for number, start in enumerate(range(0, len(ids), length - 1)):
         yield Record(f"window-{number}", (bos, *ids[start : start + length - 1]), 1, f"{data} window {number}")
 
@@ -127,9 +120,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 def _token_records(data: Path, vocab_size: int | None) -> Iterator[Record]:
     seen: dict[str, str] = {}
-    for number, line in enumerate(_read_text(data).split("\n"), 1):
-        if not line.strip():
-            continue
+    for number, line in read_lines(data):
         where = f"{data} line {number}"
         record = _parse(line, where, vocab_size)
         if record.id in seen:
@@ -167,6 +158,6 @@ def _ids(value: object, key: str, where: str, vocab_size: int | None) -> list[in
         if token < 0:
             raise UsageError(f"{where}: {key}[{position}] is {token}, and token ids start at 0", "tokenize the record again")
         if vocab_size is not None and token >= vocab_size:
-            raise UsageError(f"{where}: {key}[{position}] is {token}, beyond the vocabulary of {vocab_size} tokens",
-                             "tokenize the record with the model's own tokenizer")  # fmt: skip
+            what, advice = beyond_vocabulary(token, vocab_size)
+            raise UsageError(f"{where}: {key}[{position}] is {token}, {what}", advice)
     return value

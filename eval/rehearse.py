@@ -70,14 +70,17 @@ class Rehearsal:
         given = read_prompts(self.prompts) if self.prompts is not None and load.chat else None
         return prompts_for(load, given, vocabulary=self.target.vocabulary, bos=self.target.bos, tokenizer=self.target.checkpoint)
 
+    def digests(self) -> dict[str, str | None]:
+        """The content digests of what is rehearsed and of its reference; None for a URL or a checkpoint that is not here."""
+        return {"target_digest": self.target.digest, "reference_digest": None if self.reference is None else Target.parse(self.reference).digest}
+
     def key(self) -> dict[str, Any]:
         """What makes kept stages those of this rehearsal. Of a submission the checkpoint counts; a server's flag may be mended meanwhile."""
         data = {name: None if path is None else file_sha256(path) for name, path in
                 (("prompts", self.prompts), ("ppl", self.ppl), ("kl", self.kl), ("gsm8k", self.gsm8k))}  # fmt: skip
-        reference = None if self.reference is None else Target.parse(self.reference).checkpoint_key()
-        data |= {"submission_checkpoint": self.target.checkpoint_key(), "reference_checkpoint": reference}
-        return {"submission": self.submission, "arena": self.arena, "reference": self.reference, "checkpoint": str(self.checkpoint),
-                "modalities": list(self.modalities),
+        digests = self.digests()
+        return {"submission": digests["target_digest"] or self.submission, "arena": self.arena,
+                "reference": digests["reference_digest"] or self.reference, "modalities": list(self.modalities),
                 "scale": self.scale, "runs": self.runs, "records": self.records, "limit": self.limit, "engine": self.engine, **data}  # fmt: skip
 
 
@@ -196,7 +199,7 @@ def _kl(job: Rehearsal, endpoint: Endpoint | None, pid: int | None) -> dict[str,
 
     sides = [[[{int(token): value for token, value in position.items()} for position in record] for record in job.found[name]["records"]]
              for name in ("reference-scores", "scores")]  # fmt: skip
-    return {"kl_nats": asdict(served_kl(*sides))}
+    return {"kl_nats": asdict(served_kl(*sides)), "reference_digest": job.digests()["reference_digest"]}
 
 
 def _accuracy(label: str) -> Callable[[Rehearsal, Endpoint | None, int | None], dict[str, Any]]:
@@ -266,15 +269,18 @@ def run(job: Rehearsal, output_dir: Path) -> tuple[Verdict, list[str]]:
     atomic.require_absent(output_dir)
     require_separate(output_dir, job.target.directory, job.target.checkpoint)
     with atomic.resumable_directory(output_dir, "key.json") as job.folder:
-        _require_same(job)
+        key = _require_same(job)
         try:
             _run_stages(job)
         except KeyboardInterrupt:
             raise Interrupted(f"interrupted; finished stages are kept in {job.folder}", "run the same command again to go on") from None
         except StoppedSafely as error:
             raise type(error)(f"{error.message}; finished stages are kept in {job.folder}", error.next_step) from error
+        if job.key() != key:
+            raise IntegrityError(f"{job.submission}, its reference or the data changed while it was rehearsed",
+                                 f"delete {job.folder}, run the same command again, and leave them alone meanwhile")  # fmt: skip
         verdict, open_points = judge(job), not_enforced(job)
-        document = {"kind": "rehearsal", **verdict.to_json(), "not_enforced": open_points, "stages": list(job.found), "key": job.key()}
+        document = {"kind": "rehearsal", **verdict.to_json(), **job.digests(), "not_enforced": open_points, "stages": list(job.found), "key": key}
         with atomic.disk_errors(job.folder):
             atomic.write_file(job.folder / "verdict.json", json.dumps(document, indent=2, allow_nan=False) + "\n")
         atomic.publish(job.folder, output_dir)
@@ -282,14 +288,18 @@ def run(job: Rehearsal, output_dir: Path) -> tuple[Verdict, list[str]]:
     return verdict, open_points
 
 
-def _require_same(job: Rehearsal) -> None:
-    file, text = job.folder / "key.json", json.dumps(job.key(), sort_keys=True)
+def _require_same(job: Rehearsal) -> dict[str, Any]:
+    """The key of this rehearsal; raises UsageError where the folder holds stages of another one."""
+    key = job.key()
+    file, text = job.folder / "key.json", json.dumps(key, sort_keys=True)
     if file.exists() and file.read_bytes() != text.encode():
         raise UsageError(f"{job.folder} holds stages of another rehearsal", "choose another --output, or delete that directory")
     atomic.write_file(file, text)
+    return key
 
 
 def _run_stages(job: Rehearsal) -> None:
+    digests = job.digests()
     todo: list[tuple[int, Stage]] = []
     for number, stage in enumerate(stages(job), 1):
         file = job.folder / f"{number:02d}-{stage[0]}.json"
@@ -306,7 +316,7 @@ def _run_stages(job: Rehearsal) -> None:
         with _server(job, whose) as (endpoint, pid):
             for number, (name, _, do) in row:
                 output.note(f"stage {number}: {name}")
-                job.found[name] = do(job, endpoint, pid)
+                job.found[name] = do(job, endpoint, pid) | {"target_digest": digests["reference_digest" if whose == "reference" else "target_digest"]}
                 with atomic.disk_errors(job.folder):
                     atomic.write_file(job.folder / f"{number:02d}-{name}.json", json.dumps(job.found[name], allow_nan=False))
 

@@ -15,11 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from gemq import output
+from gemq.devices import choose
 from gemq.errors import IntegrityError, Interrupted, StoppedSafely, UsageError
 from gemq.eval.endpoint import Endpoint
-from gemq.eval.local import LocalCheckpoint
-from gemq.eval.plan import Judged, Plan
+from gemq.eval.local import LocalCheckpoint, require_dtype
+from gemq.eval.plan import Judged, Plan, records_sha256
 from gemq.eval.recorded import Recorded, Recording
 from gemq.eval.records import Record
 from gemq.eval.statistics import Estimate, cluster_mean
@@ -80,7 +83,7 @@ def choose_top(asked: int | None, reference: Judged | None) -> int:
 
 
 @contextlib.contextmanager
-def teller(side: Judged, device: str, dtype: str) -> Iterator[Teller]:
+def teller(plan: Plan, side: Judged, device: str, dtype: str) -> Iterator[Teller]:
     """Open whoever tells of `side`: a connection, a loaded model, a file."""
     if isinstance(side, Recorded):
         yield side
@@ -89,7 +92,7 @@ def teller(side: Judged, device: str, dtype: str) -> Iterator[Teller]:
             yield connection
     else:
         output.note(f"loading {side.name}")
-        with side.loaded(device, dtype) as model:
+        with plan.loaded(side, device, dtype) as model:
             yield model
 
 
@@ -97,7 +100,7 @@ def score_told(plan: Plan, top: int, device: str, dtype: str) -> None:
     """Score the missing records under role "both" as [KL, target's NLL, reference's NLL, covered probability] sums, both sides in turn."""
     assert plan.reference is not None
     todo = list(plan.finished.missing("both", len(plan.records)))
-    with (teller(plan.reference, device, dtype) as theirs, teller(plan.target, device, dtype) as ours,
+    with (teller(plan, plan.reference, device, dtype) as theirs, teller(plan, plan.target, device, dtype) as ours,
           output.progress("records", len(todo), "records") as advance):  # fmt: skip
         for index in todo:
             record = plan.records[index]
@@ -109,19 +112,22 @@ def score_told(plan: Plan, top: int, device: str, dtype: str) -> None:
             advance()
 
 
-def record_distributions(plan: Plan, file: Path, top: int, data_sha256: str, device: str, dtype: str) -> int:
+def record_distributions(plan: Plan, file: Path, top: int, device: str, dtype: str) -> int:
     """Write what the target tells of every record to `file`, going on where an earlier run stopped; returns how many records there are.
 
     Raises StoppedSafely or Interrupted with what is kept, and as Connection.distributions does.
     """
     side = plan.target
     require_separate(file, side.directory if isinstance(side, LocalCheckpoint) else None, option="--record")
-    model = side.model if isinstance(side, Endpoint) else side.name
-    recording = Recording(file, {"model": model, "data_sha256": data_sha256, "top": top, "records": len(plan.records),
-                                 "dtype": "served" if isinstance(side, Endpoint) else dtype})  # fmt: skip
+    used = "served" if isinstance(side, Endpoint) else str(require_dtype(dtype, torch.device(choose(device)), side.stored_dtype))
+    recording = Recording(file, {
+        "model": side.model if isinstance(side, Endpoint) else side.name, "model_digest": plan.target_digest, "data_sha256": plan.data_sha256,
+        "records_sha256": records_sha256(plan.records), "top": top, "records": len(plan.records), "dtype": used.removeprefix("torch."),
+        "device": plan.device,
+    })  # fmt: skip
     todo = plan.records[recording.done :]
     try:
-        with teller(side, device, dtype) as told, output.progress("records", len(todo), "records") as advance:
+        with teller(plan, side, device, dtype) as told, output.progress("records", len(todo), "records") as advance:
             for record in todo:
                 recording.add(record, told.distributions(record, top))
                 advance()

@@ -14,7 +14,7 @@ from gemq import output
 from gemq.config_file import read_complete_config, text_config
 from gemq.errors import GemqError, Interrupted, StoppedSafely, UsageError
 from gemq.eval.endpoint import Endpoint, is_url
-from gemq.source import files_as_they_lie
+from gemq.quantize.content import directory_digest, require_unchanged
 
 DYING_SECONDS = 3.0  # a server that stopped answering may need as long to be gone
 VOCABULARY, BOS = 32_000, 2  # where nothing tells: few models know fewer tokens; Gemma's BOS
@@ -51,9 +51,14 @@ class Target:
         dependencies = manifest.get("dependencies", [])
         return cls(name, directory, found, tuple(map(str, dependencies)) if isinstance(dependencies, list) else ())
 
-    def checkpoint_key(self) -> str | None:
-        """Tells the checkpoint from another that stood or will stand at its place (`files_as_they_lie`); None where it isn't here."""
-        return None if self.checkpoint is None else files_as_they_lie(self.checkpoint)
+    @property
+    def digest(self) -> str | None:
+        """The content digest of the checkpoint that gemq itself serves from here.
+
+        None for a URL, whose server nobody can ask what it serves, and where the checkpoint is on a hub. Raises IntegrityError where its files are
+        not what was sealed.
+        """
+        return None if self.checkpoint is None or self.directory is None else directory_digest(self.checkpoint)
 
     @property
     def vocabulary(self) -> int:
@@ -83,10 +88,13 @@ class Target:
             return
         from gemq.serve.server import serving
 
+        digest = self.digest
         output.note(f"starting {self.name}")
         named = self.checkpoint if self.checkpoint not in (None, self.directory) else None
         with serving(self.directory, checkpoint=named, python=python, log=log, environment=environment, verify=verify) as server:
             try:
+                if digest is not None and self.checkpoint is not None:
+                    require_unchanged(self.checkpoint, digest)
                 yield Endpoint.open(f"{server.url}#{server.model}"), server.pid
             except Interrupted:
                 raise

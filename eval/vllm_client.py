@@ -55,6 +55,9 @@ def keeping(function, tell):
 
 async def drive(serve, sample, job, tell):
     """Send a load's warm-ups, which nobody is told of, then its prompts."""
+    if job["direct"]:  # a proxy can't reach this machine's loopback, and vLLM's client asks the one that the environment names
+        for name in [name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy")]:
+            del os.environ[name]
     backend = "openai-chat" if job["chat"] else "openai"
     stock = serve.ASYNC_REQUEST_FUNCS[backend]
     for prompts, teller in ((job["warmups"], None), (job["prompts"], tell)):

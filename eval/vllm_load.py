@@ -21,10 +21,11 @@ import httpx
 
 from gemq import output
 from gemq.errors import GemqError, StoppedSafely, UsageError
-from gemq.eval.endpoint import READ_SECONDS, Endpoint
+from gemq.eval.endpoint import Endpoint
 from gemq.eval.load import Finished, read_answer, request_body
 from gemq.eval.wire import Answer
 from gemq.eval.workloads import Load, Prompt
+from gemq.http_client import READ_SECONDS, child_environment, is_loopback
 
 CLIENTS = ("auto", "vllm", "gemq")
 START_SECONDS = 300.0  # it imports vLLM
@@ -65,11 +66,7 @@ class VllmClient:
 
     def __enter__(self) -> VllmClient:
         output.note("starting vLLM's benchmark client")
-        environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")}
-        if environment.get("VLLM_API_KEY"):
-            environment["OPENAI_API_KEY"] = environment["VLLM_API_KEY"]
-        for name in ("NO_PROXY", "no_proxy"):  # a proxy that the environment names can't reach this machine's loopback
-            environment[name] = ",".join(filter(None, [environment.get(name), "localhost", "127.0.0.1", "::1"]))
+        environment = {key: value for key, value in child_environment().items() if key not in ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")}
         self._log = tempfile.TemporaryFile()
         # -I: else modules beside the script would stand in for the standard library's of the same name
         self._process = subprocess.Popen([str(self.python), "-I", str(_SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
@@ -125,7 +122,8 @@ def _job(endpoint: Endpoint, load: Load, prompts: Sequence[Prompt], todo: Sequen
     def sent(index: int) -> dict[str, Any]:
         return {"index": index, "text": prompts[index].text, "tokens": prompts[index].tokens}
 
-    return {"api_url": endpoint.base_url + path, "base_url": endpoint.base_url.removesuffix("/v1"), "model": endpoint.model, "chat": load.chat,
+    return {"api_url": endpoint.base_url + path, "base_url": endpoint.base_url.removesuffix("/v1"), "direct": is_loopback(endpoint.base_url),
+            "model": endpoint.model, "chat": load.chat,
             "output_tokens": load.output_tokens, "in_flight": load.in_flight, "warmups": [sent(index) for index in warmups],
             "prompts": [sent(index) for index in todo], "extra_body": {key: value for key, value in body.items() if key not in _OWN}}  # fmt: skip
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from gemq.eval.endpoint import CONNECT_SECONDS, READ_SECONDS, client_options
+from gemq.http_client import CONNECT_SECONDS, READ_SECONDS, headers
 
 _READ_BYTES = 1 << 18
 
@@ -119,7 +119,7 @@ class Wire:
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
         own = {"Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json", "Accept-Encoding": "identity"}
-        self._head = "".join(f"{name}: {value}\r\n" for name, value in {**own, **client_options(base_url)["headers"]}.items())
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in {**own, **headers()}.items())
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gemq.errors import UsageError
+from gemq.text_files import read_text
 
 
 class Load(BaseModel):
@@ -130,12 +131,9 @@ def read_prompts(path: Path) -> list[Prompt]:
 
     Raises UsageError that names the entry.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"prompts {path} can't be read: {getattr(error, 'strerror', None) or error}", "check the path; it must be UTF-8") from None
     if path.suffix not in (".json", ".jsonl"):
         raise UsageError(f"prompts {path} end in {path.suffix or 'nothing'!r}", "give a .json in ShareGPT's shape, or a .jsonl")
+    text = read_text(path)
     entries: list[tuple[str, Any]] = []
     try:
         if path.suffix == ".json":
@@ -238,6 +236,7 @@ def tokenized(prompts: Sequence[Prompt], tokenizer: Path | None) -> list[Prompt]
         return list(prompts)
     if tokenizer is None:
         raise UsageError("the prompts are text, and these requests send token ids", "give the checkpoint's directory to --tokenizer")
+    from gemq.calibration.special_tokens import without_leading_bos
     from gemq.eval.records import load_tokenizer
 
     loaded = load_tokenizer(tokenizer)
@@ -250,7 +249,7 @@ def tokenized(prompts: Sequence[Prompt], tokenizer: Path | None) -> list[Prompt]
             text = loaded.apply_chat_template([{"role": "user", "content": prompt.text}], tokenize=False, add_generation_prompt=True)
             ids = loaded(text, add_special_tokens=False)["input_ids"]
         else:
-            ids = loaded(prompt.text, add_special_tokens=False)["input_ids"]
+            ids = loaded(without_leading_bos(loaded, prompt.text or ""), add_special_tokens=False)["input_ids"]
             ids = ids if loaded.bos_token_id is None else [loaded.bos_token_id, *ids]
         made.append(Prompt(prompt.id, text=prompt.text, tokens=tuple(ids)))
     return made

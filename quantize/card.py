@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gemq.errors import IntegrityError, UsageError
 from gemq.output import human_bytes
 from gemq.quantize.audit import strict_json
+from gemq.quantize.content import files_digest
 from gemq.quantize.seal import CARD_FILE, MEASURED_FILE, SealedFile, content_digest, read_regular
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ ESTIMATES = {
 """Estimates of a measurement -> the metric's type in the model index, and its name."""
 _NUMBERS = ("value", "standard_error", "upper_95")
 KINDS = {"ppl": ("ppl", "reference_ppl", "ratio", "kl_nats"), "kl": ("kl_nats",)}
+_ORIGIN = ("target_digest", "reference_digest", "device")
+"""What a measurement says of where it is from, where that is known: the content digests of both models, and the device."""
+UNBOUND = "unbound"
+"""What a measurement is called that does not say which weights it is of: an older gemq's, or a server's at a URL."""
 _NAMES = {key: name for key, (_, name) in ESTIMATES.items()} | {"reference_ppl": "Perplexity of the source"}
 # of the source's own card, what is as true of a quantized copy; each is a text or a list of texts
 _INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
@@ -38,7 +43,7 @@ _VALID = "give what `gemq eval-ppl` or `gemq eval-kl` wrote to --output"
 
 
 def summary(document: dict[str, Any], data: str | None = None) -> dict[str, Any]:
-    """What a card keeps of a measurement's JSON: estimates, data and its digest, how much of it; `data` renames the data.
+    """What a card keeps of a measurement's JSON: estimates, whose they are, data and its digest, how much of it; `data` renames the data.
 
     Raises UsageError on what is no result of eval-ppl or eval-kl.
     """
@@ -48,6 +53,9 @@ def summary(document: dict[str, Any], data: str | None = None) -> dict[str, Any]
             "kind": kind, "data": Path(data or document["data"]).name, "data_sha256": document["data_sha256"], "dtype": document["dtype"],
             "tokens": document["tokens"], "records": document["records"],
         }  # fmt: skip
+        made |= {key: document[key] for key in _ORIGIN if document.get(key) is not None}
+        if "device" in made:
+            made["device"] = made["device"].split()[0]  # the kind, which the same seal depends on, and not the card's name
         made |= {key: _rounded(document[key]) for key in KINDS[kind] if document.get(key) is not None}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"a measurement lacks or garbles what a card needs ({type(error).__name__}: {error})", _VALID) from None
@@ -67,10 +75,13 @@ def _measurement_problem(made: Any) -> str:
         return f"must be of a kind among {', '.join(KINDS)}"
     estimates = KINDS[made["kind"]]
     facts = {"kind": str, "data": str, "data_sha256": str, "dtype": str, "tokens": int, "records": int}
-    if not set(facts) | {estimates[0]} <= set(made) <= {*facts, *estimates}:
-        return f"of kind {made['kind']} has {', '.join(facts)}, {estimates[0]} and maybe {', '.join(estimates[1:])}"
+    if not set(facts) | {estimates[0]} <= set(made) <= {*facts, *estimates, *_ORIGIN}:
+        return f"of kind {made['kind']} has {', '.join(facts)}, {estimates[0]} and maybe {', '.join([*estimates[1:], *_ORIGIN])}"
     for key, kind in facts.items():
         if type(made[key]) is not kind or (kind is int and made[key] < 1) or (kind is str and not _is_plain(made[key])):
+            return f"has the {key} {str(made[key])[:80]!r}"
+    for key in set(_ORIGIN) & set(made):
+        if not isinstance(made[key], str) or not (_is_plain(made[key]) if key == "device" else _HEX.fullmatch(made[key])):
             return f"has the {key} {str(made[key])[:80]!r}"
     if not _HEX.fullmatch(made["data_sha256"]):
         return f"has the data_sha256 {made['data_sha256'][:80]!r}, which is no SHA-256"
@@ -112,10 +123,30 @@ def read_measured(directory: Path) -> list[dict[str, Any]]:
 
 
 def joined(measurements: list[dict[str, Any]], more: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`measurements` and `more`, where a later one of the same kind on as much of the same data takes the earlier one's place."""
-    keys = ("kind", "data_sha256", "dtype", "tokens", "records")
-    by_key = {tuple(made[key] for key in keys): made for made in [*measurements, *more]}
+    """`measurements` and `more`; a later one of the same kind and models on as much of the same data takes the earlier one's place."""
+    keys = ("kind", "data_sha256", "dtype", "tokens", "records", "target_digest", "reference_digest")
+    by_key = {tuple(made.get(key) for key in keys): made for made in [*measurements, *more]}
     return list(by_key.values())
+
+
+def whose(measurement: dict[str, Any], digest: str) -> str:
+    """Whose a measurement is, for the checkpoint with the content digest `digest`: "" where it is its own, UNBOUND, or another checkpoint's digest.
+
+    Digests decide alone: a path or a name says nothing of the bytes behind it.
+    """
+    target = measurement.get("target_digest")
+    return UNBOUND if target is None else "" if target == digest else str(target)
+
+
+def rebound(measurements: list[dict[str, Any]], files: list[SealedFile], measured_as: str | None = None) -> list[dict[str, Any]]:
+    """The measurements with the content digest of `files` in place of the one that they were made under.
+
+    That is the digest of the same files before they were sealed, or `measured_as`: that of a checkpoint whose model files these are, under other
+    accounts (a search adds its own to gemq.json).
+    """
+    earlier = {measured_as, files_digest({file.path: file.sha256 for file in files})} - {None}
+    digest = content_digest(files)
+    return [{**made, "target_digest": digest} if made.get("target_digest") in earlier else made for made in measurements]
 
 
 def inherited_fields(card: Path) -> dict[str, Any]:
@@ -166,7 +197,9 @@ def card_bytes(manifest: dict[str, Any], recipe: dict[str, Any], files: list[Sea
     """`README.md` of a checkpoint that `files` (sealed or about to be), gemq.json and recipe.yaml describe."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    source, results = manifest["source"], eval_results(measurements)
+    digest, source = content_digest(files), manifest["source"]
+    source_digest = files_digest(source["files"])
+    results = eval_results(_indexed(measurements, digest, source_digest))
     on_hub = source["revision"] is not None
     data = ModelCardData(
         base_model=source["model"] if on_hub else None, base_model_relation="quantized" if on_hub else None, library_name="vllm",
@@ -174,8 +207,9 @@ def card_bytes(manifest: dict[str, Any], recipe: dict[str, Any], files: list[Sea
         model_name=model_name(manifest) if results else None, eval_results=results or None, **inherited,
     )  # fmt: skip
     body = "\n".join([
-        f"# {model_name(manifest)}", "", _opening(manifest, recipe), "", *_sizes(manifest), "", *_quality(measurements), "",
-        *_making(manifest, recipe), "", *_searching(manifest), *_serving(), "", *_checking(content_digest(files)), "",
+        f"# {model_name(manifest)}", "", _opening(manifest, recipe), "", *_sizes(manifest), "",
+        *_quality(measurements, digest, source_digest), "",
+        *_making(manifest, recipe), "", *_searching(manifest), *_serving(), "", *_checking(digest), "",
     ])  # fmt: skip
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}")).encode()
 
@@ -205,19 +239,46 @@ def _sizes(manifest: dict[str, Any]) -> list[str]:
             f"A weight of the decoder's linears has {sizes['bits_per_decoder_weight']:.2f} bits, scales included."]  # fmt: skip
 
 
-def _quality(measurements: list[dict[str, Any]]) -> list[str]:
+def _indexed(measurements: list[dict[str, Any]], digest: str, source_digest: str) -> list[dict[str, Any]]:
+    """What the model index may say: measurements of these weights, and comparisons where the reference was the source."""
+    own = [made for made in measurements if not whose(made, digest)]
+    return [made if made.get("reference_digest") == source_digest else {key: made[key] for key in made if key not in ("ratio", "kl_nats")}
+            for made in own]  # fmt: skip
+
+
+def _quality(measurements: list[dict[str, Any]], digest: str, source_digest: str) -> list[str]:
     if not measurements:
         return ["## Quality", "", "Not measured. `gemq eval-ppl CHECKPOINT --reference SOURCE --data FILE --output ppl.json` measures, and "
                 "`gemq card CHECKPOINT --measured ppl.json --output NEW` writes it here."]  # fmt: skip
-    lines = ["## Quality", "", "Measured on these weights by gemq. Bounds are one-sided, 95%, with records as clusters; perplexity is "
-             "exp(total NLL / target tokens).", "", "| data | quantity | value | std. error | 95% upper bound | tokens | records |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = ["## Quality"]
+    own = [made for made in measurements if not whose(made, digest)]
+    if own:
+        lines += ["", "Measured on these weights by gemq. Bounds are one-sided, 95%, with records as clusters; perplexity is "
+                  "exp(total NLL / target tokens).", "", *_table(own, source_digest)]  # fmt: skip
+    others: dict[str, list[dict[str, Any]]] = {}
     for made in measurements:
+        if whose(made, digest):
+            others.setdefault(whose(made, digest), []).append(made)
+    for whom, listed in others.items():
+        why = ("these measurements do not record which weights they were made on" if whom == UNBOUND
+               else f"these measurements are of another checkpoint, with the content digest `{whom}`")  # fmt: skip
+        lines += ["", f"### {'Unbound' if whom == UNBOUND else 'Of another checkpoint'}", "", f"Not shown to be of these weights: {why}.", "",
+                  *_table(listed, source_digest)]  # fmt: skip
+    return lines
+
+
+def _table(measurements: list[dict[str, Any]], source_digest: str) -> list[str]:
+    lines = ["| data | quantity | value | std. error | 95% upper bound | tokens | records |", "|---|---|---|---|---|---|---|"]
+    for made in measurements:
+        of_source = made.get("reference_digest") == source_digest
         for key in (key for key in KINDS[made["kind"]] if key in made):
             numbers = ("–" if made[key][name] is None else f"{made[key][name]:.6g}" for name in _NUMBERS)
-            lines.append(f"| {made['data']} | {_NAMES[key]} | {' | '.join(numbers)} | {made['tokens']} | {made['records']} |")
-    used = sorted({(made["data"], made["data_sha256"], made["dtype"]) for made in measurements})
-    return [*lines, "", *(f"- {data}: SHA-256 `{digest}`, computed in {dtype}" for data, digest, dtype in used)]
+            name = _NAMES[key] if of_source else _NAMES[key].replace("the source", "the reference")
+            lines.append(f"| {made['data']} | {name} | {' | '.join(numbers)} | {made['tokens']} | {made['records']} |")
+    used = sorted({(made["data"], made["data_sha256"], made["dtype"], made.get("device", "")) for made in measurements})
+    lines += ["", *(f"- {data}: SHA-256 `{digest}`, computed in {dtype}{f' on {device}' if device else ''}" for data, digest, dtype, device in used)]
+    strange = sorted({made["reference_digest"] for made in measurements if made.get("reference_digest") not in (None, source_digest)})
+    return [*lines, *(f"- a reference is not the source of this checkpoint: its content digest is `{digest}`" for digest in strange)]
 
 
 def _making(manifest: dict[str, Any], recipe: dict[str, Any]) -> list[str]:
@@ -262,7 +323,8 @@ def _checking(digest: str) -> list[str]:
 
 
 def reports(manifest: dict[str, Any], recipe: dict[str, Any], files: list[SealedFile], measurements: list[dict[str, Any]],
-            inherited: dict[str, Any]) -> dict[str, bytes]:
-    """The files that tell of a checkpoint: its card and, where something was measured, its measurements."""
+            inherited: dict[str, Any], measured_as: str | None = None) -> dict[str, bytes]:
+    """The files that describe a checkpoint: its card and, where something was measured, its measurements (`rebound`)."""
+    measurements = rebound(measurements, files, measured_as)
     made = {MEASURED_FILE: measured_bytes(measurements)} if measurements else {}
     return {**made, CARD_FILE: card_bytes(manifest, recipe, files, measurements, inherited)}

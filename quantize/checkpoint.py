@@ -61,9 +61,13 @@ def sealed_as(name: str, raw: bytes) -> SealedFile:
 
 
 def accounts(
-    files: list[SealedFile], manifest: dict[str, Any], recipe: dict[str, Any], measurements: list[dict[str, Any]], inherited: dict[str, Any]
+    files: list[SealedFile], manifest: dict[str, Any], recipe: dict[str, Any], measurements: list[dict[str, Any]], inherited: dict[str, Any],
+    measured_as: str | None = None,
 ) -> dict[str, bytes]:
-    """What tells of the checkpoint's other `files`: provenance, and the card and measurements that cover it too (name -> bytes)."""
+    """What describes the checkpoint's other `files`: provenance, and the card and measurements that cover it too (name -> bytes).
+
+    `measured_as` is the content digest under which the measurements were made, where these files are sealed under another one (`card.rebound`).
+    """
     raw = statement_bytes(statement(files, manifest, recipe))
     told = [*files, sealed_as(PROVENANCE_FILE, raw)]
-    return {PROVENANCE_FILE: raw, **reports(manifest, recipe, told, measurements, inherited)}
+    return {PROVENANCE_FILE: raw, **reports(manifest, recipe, told, measurements, inherited, measured_as)}

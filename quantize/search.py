@@ -33,7 +33,7 @@ from gemq.quantize.plan import Plan, make_plan
 from gemq.quantize.provenance import MANIFEST_FILE, PROVENANCE_FILE
 from gemq.quantize.reseal import reseal
 from gemq.quantize.run import quantize
-from gemq.quantize.seal import CARD_FILE, REPORTS, read_seal
+from gemq.quantize.seal import CARD_FILE, REPORTS, content_digest, read_seal
 from gemq.quantize.sensitivity import Sensitivities
 from gemq.quantize.skeleton import load_skeleton
 from gemq.recipes.model import Recipe, Rule
@@ -201,7 +201,8 @@ class Search:
         recipe = yaml.safe_load((built / "recipe.yaml").read_bytes())
         raw = manifest_bytes(manifest)
         kept = [file for file in files if file.path not in (*REPORTS, MANIFEST_FILE, PROVENANCE_FILE)]
-        made = accounts([*kept, sealed_as(MANIFEST_FILE, raw)], manifest, recipe, read_measured(built), inherited_fields(built / CARD_FILE))
+        made = accounts([*kept, sealed_as(MANIFEST_FILE, raw)], manifest, recipe, read_measured(built), inherited_fields(built / CARD_FILE),
+                        measured_as=content_digest(files))  # fmt: skip
         digest = reseal(built, self.job.output, kept, {MANIFEST_FILE: raw, **made})
         for other in self.state.glob("build-*"):
             shutil.rmtree(other)

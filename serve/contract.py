@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from gemq.errors import UsageError
+from gemq.http_client import key_advice, open_client
 from gemq.serve.probes import picture, tone
 
 PROMPT = (2, 105, 2364, 107, 1567, 236764, 496)  # valid in Gemma 3's and 4's vocabulary; smaller ones get it modulo their size
@@ -42,10 +43,13 @@ class Endpoint:
     def __init__(self, url: str, model: str | None = None, *, vocabulary: int | None = None, timeout: float = 300) -> None:
         base = url.rstrip("/").removesuffix("/v1")
         self.url = f"{base}/v1"
-        self.client = httpx.Client(timeout=timeout)
         self.prompt = [token if vocabulary is None else token % vocabulary for token in PROMPT]
         try:
+            self.client = open_client(self.url, timeout)
             listed = self.client.get(f"{self.url}/models")
+            if advice := key_advice(listed.status_code):
+                raise UsageError(f"{self.url} wants another API key (it answered {listed.status_code})", advice)
+            listed.raise_for_status()  # a redirect too: the key goes to this server alone
             self.models = [str(entry["id"]) for entry in listed.json()["data"]]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{self.url}/models does not answer as an OpenAI-compatible server ({error})",

@@ -87,7 +87,7 @@ def make(order: Order, final: Path, *, copy: bool = False, dependencies: tuple[s
     """
     checkpoint = order.checkpoint
     pinned = next((each.partition("==")[2].strip() for each in dependencies if re.fullmatch(r"vllm\s*==[^;]+", each)), "another than gemq knows")
-    profile, tuned = packaged(order.profile or DEFAULT_PROFILE, checkpoint.seal_digest, pinned)
+    profile, tuned = packaged(order.profile or DEFAULT_PROFILE, checkpoint.seal_digest, pinned, checkpoint.digest)
     model = require_taken(checkpoint, TAKEN, ARENA, force=order.force)
     atomic.require_absent(final)
     env = {"GEMQ_PROFILE": profile, **({"MODEL_REVISION": order.hub.revision} if order.hub else {})}

@@ -191,7 +191,7 @@ def make(order: Order, final: Path, *, task: str = "", split: str = "dev", metho
     `repository`: the engine's URL, commit and folder, in place of the archive in the body.
     """
     checkpoint = order.checkpoint
-    profile, tuned = packaged(order.profile or DEFAULT_PROFILE, checkpoint.seal_digest, None)
+    profile, tuned = packaged(order.profile or DEFAULT_PROFILE, checkpoint.seal_digest, None, checkpoint.digest)
     if tuned is not None and tuned.speculation is not None:
         raise UsageError(f"{ARENA} fetches one checkpoint, and {order.profile} drafts with another", "run gemq tune without --drafter")
     if order.hub is None:

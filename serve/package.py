@@ -16,6 +16,7 @@ from gemq.config_file import complete_config, read_config, text_config
 from gemq.errors import IntegrityError, UsageError
 from gemq.quantize import seal
 from gemq.quantize.audit import Structure, audit_structure, strict_json
+from gemq.quantize.content import directory_digest
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
@@ -33,13 +34,17 @@ class Taken:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint to package: its directory and what its config, headers, manifest and seal say (`seal_digest` is None without a seal)."""
+    """A checkpoint to package: its directory and what its config, headers, manifest and seal say (`seal_digest` is None without a seal).
+
+    `digest` names its content, sealed or not (quantize.content).
+    """
 
     directory: Path
     config: dict[str, Any]
     structure: Structure
     manifest: dict[str, Any]
     seal_digest: str | None
+    digest: str
     files: list[str]
 
     @property
@@ -106,9 +111,10 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     if not directory.is_dir():
         raise UsageError(f"the checkpoint {directory} is no directory", "give the directory that gemq quantize wrote")
     config = read_config(directory)
-    digest = None
+    seal_digest = None
     if (directory / seal.SEAL_FILE).exists():
-        digest, listed = seal.seal_digest(directory), [file.path for file in seal.read_seal(directory)]
+        sealed = seal.read_seal(directory)
+        seal_digest, listed, content = seal.seal_digest(directory), [file.path for file in sealed], seal.content_digest(sealed)
         differences = [each for each in seal.check_seal(directory) if not each.path.startswith((".cache", ".gitattributes"))]
         if differences:
             raise IntegrityError(f"{directory} is not what was sealed: {differences[0]}", "fetch or quantize it again")
@@ -117,12 +123,13 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         output.warn(f"{directory} has no seal: nothing will show later whether its bytes are still these")
         found = (path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
         files = sorted(path.as_posix() for path in found if not any(part.startswith(".") for part in path.parts))
+        content = directory_digest(directory)
     structure = audit_structure(directory)
     if structure.differences:
         raise IntegrityError(f"{directory} does not fit together: {structure.differences[0]}", "quantize the source again")
     path = directory / "gemq.json"
     manifest = strict_json(path.read_bytes(), str(path)) if path.is_file() else {}
-    return Checkpoint(directory.absolute(), config, structure, manifest if isinstance(manifest, dict) else {}, digest, files)
+    return Checkpoint(directory.absolute(), config, structure, manifest if isinstance(manifest, dict) else {}, seal_digest, content, files)
 
 
 def why_not(checkpoint: Checkpoint, taken: Taken) -> list[str]:
@@ -177,7 +184,10 @@ def place(directory: Path, names: Sequence[str], target: Path, *, copy: bool) ->
 
 @dataclass(frozen=True)
 class Measured:
-    """A result of `gemq eval-ppl --json` or `eval-kl --json`: rows of (quantity, value, upper bound) and what they were measured on."""
+    """A result of `gemq eval-ppl --json` or `eval-kl --json`: rows of (quantity, value, upper bound) and what they were measured on.
+
+    `unbound` where it does not record which weights it is of.
+    """
 
     rows: tuple[tuple[str, str, str], ...]
     data: str
@@ -185,6 +195,7 @@ class Measured:
     records: int
     computed: str
     served: bool = field(default=False)
+    unbound: bool = field(default=False)
 
 
 _QUANTITIES = {"ppl": "PPL", "reference_ppl": "PPL of the reference", "ratio": "PPL ratio", "kl_nats": "KL to the reference, nats a token"}
@@ -209,8 +220,13 @@ def read_measured(path: Path, checkpoint: Checkpoint) -> Measured:
         computed = str(document["dtype"])
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"--measured {path} is not whole: {error!r}", advice) from None
-    _require_same(path, target, checkpoint)
-    return Measured(rows, data, tokens, records, computed, target.startswith(("http://", "https://")))
+    digest = document.get("target_digest")
+    if digest is None:
+        output.warn(f"--measured {path} does not record which weights it measured: the README lists it as unbound")
+    elif digest != checkpoint.digest:
+        raise UsageError(f"--measured {path} was measured on other weights (content digest {str(digest)[:16]}…), and {checkpoint.directory} has "
+                         f"{checkpoint.digest[:16]}…", "measure this checkpoint")  # fmt: skip
+    return Measured(rows, data, tokens, records, computed, target.startswith(("http://", "https://")), digest is None)
 
 
 def _number(value: object) -> str:
@@ -221,27 +237,24 @@ def _number(value: object) -> str:
     return f"{value:.5g}"
 
 
-def _require_same(path: Path, target: str, checkpoint: Checkpoint) -> None:
-    if target.startswith(("http://", "https://")):
-        return
-    other = Path(target)
-    if (other / seal.SEAL_FILE).is_file():
-        same = seal.seal_digest(other) == checkpoint.seal_digest
-    else:
-        same = other.absolute() == checkpoint.directory or (not other.exists() and other.name == checkpoint.directory.name)
-    if not same:
-        raise UsageError(f"--measured {path} was measured on {target}, which is not {checkpoint.directory}", "measure this checkpoint")
-
-
 def measured_section(measured: Sequence[Measured]) -> str:
-    """A README's section of numbers: what was measured, and nothing else."""
+    """A README's section of numbers: what was measured of this checkpoint, and apart from that what is unbound."""
     if not measured:
         return "## Measured\n\nNothing was measured for this package.\n"
-    lines = ["## Measured", "", "| | value | 95% upper bound | tokens | records | on | computed |", "|---|---|---|---|---|---|---|"]
+    bound, unbound = [one for one in measured if not one.unbound], [one for one in measured if one.unbound]
+    lines = ["## Measured", ""] + (_measured_table(bound) if bound else ["Nothing was measured for this package."])
+    if unbound:
+        lines += ["", "### Unbound", "", "Not shown to be of these weights: these measurements do not record which weights they were made on.", "",
+                  *_measured_table(unbound)]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _measured_table(measured: Sequence[Measured]) -> list[str]:
+    lines = ["| | value | 95% upper bound | tokens | records | on | computed |", "|---|---|---|---|---|---|---|"]
     for one in measured:
         how = "through the endpoint" if one.served else f"locally in {one.computed}"
         lines += [f"| {name} | {value} | {upper} | {one.tokens} | {one.records} | {one.data} | {how} |" for name, value, upper in one.rows]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def checkpoint_section(checkpoint: Checkpoint, where: str) -> str:

@@ -27,12 +27,13 @@ class _Part(BaseModel):
 
 
 class MadeFor(_Part):
-    """vLLM's release and platform, the card, and the checkpoint's seal (None: it had none)."""
+    """vLLM's release and platform, the card, the checkpoint's seal (None: it had none) and its content digest (None: an older gemq's profile)."""
 
     vllm: str = Field(min_length=1)
     platform: Literal["cuda", "cpu"]
     card: str = Field(min_length=1)
     checkpoint: Annotated[str | None, Field(pattern=r"^[0-9a-f]{64}$")] = None
+    content: Annotated[str | None, Field(pattern=r"^[0-9a-f]{64}$")] = None
 
 
 class Speculation(_Part):
@@ -131,9 +132,10 @@ def require_profile(name: str) -> str:
     return str(Path(name).absolute())
 
 
-def packaged(name: str, seal: str | None, vllm: str | None) -> tuple[str, Profile | None]:
+def packaged(name: str, seal: str | None, vllm: str | None, content: str | None = None) -> tuple[str, Profile | None]:
     """What a package's GEMQ_PROFILE is for `--profile name`: a row of PROFILES, or SHIPPED with the profile to put there.
 
+    `seal` and `content` are the checkpoint's digests: the content decides where the profile knows it, so that another card doesn't matter.
     Raises UsageError or IntegrityError on a profile that was measured on another checkpoint, or for another vLLM than the package installs
     (`vllm` None: the arena's).
     """
@@ -141,7 +143,9 @@ def packaged(name: str, seal: str | None, vllm: str | None) -> tuple[str, Profil
         return name, None
     path = Path(name)
     profile = read_profile(path)
-    _require_packable(profile, path, seal, vllm)
+    _require_packable(profile, path, seal, vllm, content)
+    if profile.made_for.checkpoint != seal:  # the same content under another card: the package's own start compares seals
+        profile = profile.model_copy(update={"made_for": profile.made_for.model_copy(update={"checkpoint": seal})})
     if profile.speculation is not None:  # its place counts from the profile's own folder
         drafter = (path.parent / profile.speculation.drafter).absolute()
         profile = profile.model_copy(update={"speculation": Speculation(drafter=str(drafter), tokens=profile.speculation.tokens)})
@@ -175,10 +179,14 @@ def section(profile: Profile | None) -> str:
     ])  # fmt: skip
 
 
-def _require_packable(profile: Profile, path: Path, seal: str | None, vllm: str | None) -> None:
+def _require_packable(profile: Profile, path: Path, seal: str | None, vllm: str | None, content: str | None) -> None:
     if profile.measured is None:
         raise UsageError(f"{path} was never measured", "give the profile.json that gemq tune published")
-    if profile.made_for.checkpoint != seal:
+    if profile.made_for.content is not None:
+        if profile.made_for.content != content:
+            raise IntegrityError(f"{path} was made for a checkpoint with the content digest {profile.made_for.content[:12]}…, and this one has "
+                                 f"{(content or 'none')[:12]}…", "run gemq tune on this checkpoint")  # fmt: skip
+    elif profile.made_for.checkpoint != seal:
         made, here = (f"the checkpoint sealed {digest[:12]}…" if digest else "one without a seal" for digest in (profile.made_for.checkpoint, seal))
         raise IntegrityError(f"{path} was made for {made}, and this is {here}", "run gemq tune on this checkpoint")
     if vllm is not None and vllm != profile.made_for.vllm:

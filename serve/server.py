@@ -26,6 +26,7 @@ import httpx
 
 from gemq import output
 from gemq.errors import GemqError, IntegrityError, UsageError
+from gemq.http_client import key_advice, open_client
 from gemq.serve import efficient_gemma, lowbarena
 from gemq.serve.serve import Refused, require_free_port
 from gemq.serve.symptoms import diagnose
@@ -71,7 +72,8 @@ class Server:
         if self.process.poll() is not None:
             raise _failure(f"the server at {self.url} ended by itself", self.process.returncode, self.log)
         try:
-            status = httpx.get(f"{self.url}/health", timeout=30).status_code
+            with open_client(self.url, timeout=30) as client:
+                status = client.get("/health").status_code
         except httpx.TransportError:
             return  # busy, or about to end: the next look tells
         if status == 503:
@@ -177,7 +179,8 @@ def _failure(what: str, code: int | None, log: Path) -> GemqError:
 
 def _wait(process: subprocess.Popen[bytes], launch: Launch, log: Path, timeout: float, deadline: float) -> None:
     """Return when /v1/models answers; raises with the log's reason when the server ends, or hasn't answered by `deadline` (`timeout` seconds)."""
-    with output.progress("starting vLLM", len(PHASES), "steps") as advance, open(log, "rb") as reading, httpx.Client(timeout=5) as client:
+    with output.progress("starting vLLM", len(PHASES), "steps") as advance, open(log, "rb") as reading, ExitStack() as stack:
+        client = stack.enter_context(open_client(launch.address, timeout=5))
         reached, text = 0, ""
         while True:
             text = (text + reading.read().decode(errors="replace"))[-100_000:]
@@ -187,7 +190,9 @@ def _wait(process: subprocess.Popen[bytes], launch: Launch, log: Path, timeout: 
             if process.poll() is not None:
                 raise _failure(f"{Path(launch.command[1]).name} did not start", process.returncode, log)
             try:
-                answer = client.get(f"{launch.address}/v1/models")
+                answer = client.get("/v1/models")
+                if advice := key_advice(answer.status_code):
+                    raise UsageError(f"{launch.address} wants another API key (it answered {answer.status_code})", advice)
                 if answer.status_code == 200 and launch.model in [model.get("id") for model in answer.json()["data"]]:
                     return
             except (httpx.TransportError, ValueError, KeyError):

@@ -112,7 +112,8 @@ def prepare(options: Options) -> Prepared:
         _memory_share(target.checkpoint, task.in_flight, room)  # says so now if they don't fit
     sealed = target.checkpoint is not None and (target.checkpoint / seal.SEAL_FILE).is_file()
     digest = seal.seal_digest(target.checkpoint) if sealed and target.checkpoint is not None else None
-    made_for = MadeFor(vllm=engine.version, platform="cpu" if engine.platform == CPU else "cuda", card=engine.card, checkpoint=digest)
+    made_for = MadeFor(vllm=engine.version, platform="cpu" if engine.platform == CPU else "cuda", card=engine.card, checkpoint=digest,
+                       content=target.digest if options.verify else None)  # fmt: skip
     question = Question(loads, prompts, options.pairs, tuple(greedy), options.greedy_tokens, _window(target, limit))
     drafter = None if options.drafter is None else options.drafter.absolute()
     plan = Search(engine, task, tuple(map(tuple, offered)), question, base, made_for, drafter, 60 * options.minutes, options.tolerance,
@@ -263,7 +264,8 @@ def start_with(prepared: Prepared, options: Options, folder: Path) -> Callable[[
 def journal_key(prepared: Prepared, options: Options) -> dict[str, Any]:
     """What a search's measurements depend on: kept ones count for the same key alone."""
     plan, question = prepared.search, prepared.search.question
-    return {"target": str(options.target), "seal": plan.made_for.checkpoint, "engine": plan.engine.key(), "profile": plan.base,
+    return {"target": str(options.target), "seal": plan.made_for.checkpoint, "content": plan.made_for.content,
+            "engine": plan.engine.key(), "profile": plan.base,
             "loads": [load.model_dump(mode="json") for load in question.loads], "room": prepared.room, "pairs": question.pairs,
             "prompts": [prompt.sha256 for some in question.prompts.values() for prompt in some],
             "window": len(question.scored), "greedy": [question.greedy_tokens, *(prompt.sha256 for prompt in question.greedy)],

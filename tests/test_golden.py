@@ -17,7 +17,7 @@ import gemq
 from gemq.commands import verify as command
 from gemq.errors import IntegrityError
 from gemq.quantize.audit import audit_structure
-from gemq.quantize.card import read_measured
+from gemq.quantize.card import UNBOUND, read_measured, whose
 from gemq.quantize.seal import content_digest, read_seal, seal_digest
 from gemq.recipes.model import load_recipe
 
@@ -90,6 +90,11 @@ def test_its_weights_still_give_the_perplexity_on_its_card(golden: Path, tmp_pat
     (told,) = read_measured(golden)
     assert result.data_sha256 == told["data_sha256"]
     assert result.ppl.value == pytest.approx(told["ppl"]["value"], rel=1e-3)
+
+
+def test_its_measurements_are_of_before_digests_and_so_unbound(golden: Path) -> None:
+    (told,) = read_measured(golden)
+    assert whose(told, content_digest(read_seal(golden))) == UNBOUND
 
 
 def test_one_changed_byte_would_be_found(golden: Path, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 from gemq.errors import IntegrityError, UsageError
 from gemq.quantize.audit import strict_json
+from gemq.quantize.card import UNBOUND
+from gemq.quantize.content import directory_digest
 from gemq.quantize.provenance import MANIFEST_FILE
 from gemq.quantize.seal import MEASURED_FILE, SEAL_FILE, read_regular
 
@@ -28,13 +30,17 @@ _NOT_RESULTS = {MANIFEST_FILE, SEAL_FILE, MEASURED_FILE, "verdict.json", "key.js
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's own account: `manifest` (gemq.json), `measured` (of measured.json), the seal's digest if it has one."""
+    """A checkpoint's own account: `manifest` (gemq.json), `measured` (of measured.json), the seal's digest if it has one.
+
+    `digest` names the content of its files, which were hashed; None where they are not what was sealed.
+    """
 
     name: str
     directory: Path
     manifest: dict[str, Any]
     measured: list[dict[str, Any]]
     seal: str | None
+    digest: str | None
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,14 @@ class Material:
         """The results of one kind."""
         return [result for result in self.results if result.kind == kind]
 
+    def origin(self, document: dict[str, Any] | None) -> str:
+        """Which checkpoint a result is of, by its digest alone: one here by name, another by the start of its digest, or "unbound"."""
+        digest = (document or {}).get("target_digest")
+        if not isinstance(digest, str):
+            return UNBOUND
+        names = [checkpoint.name for checkpoint in self.checkpoints if checkpoint.digest == digest]
+        return " and ".join(names) or f"a checkpoint that is not here ({digest[:12]}…)"
+
 
 def collect(directory: Path) -> Material:
     """What `directory` holds; raises UsageError where it is none, or holds nothing that a report could tell of."""
@@ -112,7 +126,7 @@ def _collect_folder(found: Material, folder: Path) -> None:
             listed = (measured or {}).get("measurements")
             seal = read_regular(folder / SEAL_FILE, _MAX_BYTES) if SEAL_FILE in names else None
             found.checkpoints.append(Checkpoint(shown, folder, manifest, listed if isinstance(listed, list) else [],
-                                                None if seal is None else hashlib.sha256(seal).hexdigest()))
+                                                None if seal is None else hashlib.sha256(seal).hexdigest(), _digest(found, folder, shown)))
         return
     stages = {match[1]: path for path in files if (match := _STAGE.fullmatch(path.name))}
     if stages and names & {"verdict.json", "key.json"}:
@@ -125,6 +139,14 @@ def _collect_folder(found: Material, folder: Path) -> None:
             document = _object(found, path, wanted=lambda document: document.get("kind") in RESULT_KINDS)
             if document is not None:
                 found.results.append(Result(path.relative_to(found.directory).as_posix(), document))
+
+
+def _digest(found: Material, folder: Path, name: str) -> str | None:
+    try:
+        return directory_digest(folder)
+    except IntegrityError as error:
+        found.unreadable.append(f"the measurements of {name}, since {error.message.replace(str(folder), name)}")
+        return None
 
 
 def _object(found: Material, path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda document: True) -> dict[str, Any] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 from gemq.eval.histogram import EDGES, kl_histogram
@@ -73,9 +72,10 @@ def tradeoff(material: Material) -> Section | Missing:
             })  # fmt: skip
             key = (model, made["data_sha256"], made["tokens"])
             sources[key] = {"model": model, "bytes_per_token": sizes["per_token_source"], "ppl": made["reference_ppl"]["value"], "data": made["data"]}
-    tried = _once(tried)
+    tried, not_shown = _once(tried), _not_shown(material)
     if not points:
-        why = "no checkpoint's perplexity was measured beside its source's" if material.checkpoints else "no checkpoint is there"
+        why = "no checkpoint's perplexity was measured against its source's" if material.checkpoints else "no checkpoint is there"
+        why += "".join(f"; {reason.removeprefix('Not shown: ').rstrip('.')}" for reason in not_shown)
         return Missing("tradeoff", title, why, "gemq eval-ppl CHECKPOINT --reference SOURCE --data RECORDS.jsonl --output DIR/ppl.json")
     if any(one.verdict is not None and one.verdict.get("arena") == "efficient-gemma" for one in material.rehearsals):
         budgets[f"cap of efficient-gemma: {percent(1 + PPL_MARGIN, 0)}"] = 1 + PPL_MARGIN
@@ -95,7 +95,7 @@ def tradeoff(material: Material) -> Section | Missing:
                     "checkpoint.")  # fmt: skip
     data = {"checkpoints": points, "sources": list(sources.values()), "tried": tried,
             "budgets": [{"label": label, "ratio": ratio} for label, ratio in budgets.items()]}  # fmt: skip
-    return Section("tradeoff", title, text, data, "Perplexity over the source's against the bytes that a decoded token reads", tables)
+    return Section("tradeoff", title, text, data, "Perplexity over the source's against the bytes that a decoded token reads", tables, not_shown)
 
 
 def _once(tried: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -121,10 +121,10 @@ def _tried(name: str, trial: dict[str, Any], kind: str) -> dict[str, Any] | None
 
 
 def _measurements(material: Material, checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """Every perplexity of `checkpoint` beside its source: of its own account, and of results whose target it is."""
+    """Every perplexity of `checkpoint` with its source's: of its own account, and of results, where their digest is this checkpoint's."""
     found = {}
     for made in checkpoint.measured:
-        if made["kind"] == "ppl" and made.get("ratio"):
+        if made["kind"] == "ppl" and made.get("ratio") and is_of(made, checkpoint):
             found[made["data_sha256"], made["tokens"]] = {**made, "from": f"{checkpoint.name}/measured.json"}
     for result in material.of_kind("ppl"):
         document = result.document
@@ -134,9 +134,18 @@ def _measurements(material: Material, checkpoint: Checkpoint) -> list[dict[str, 
 
 
 def is_of(document: dict[str, Any], checkpoint: Checkpoint) -> bool:
-    """Whether a result's target is `checkpoint`, by its place or, where it was moved, by its name."""
-    target = Path(str(document.get("target")))
-    return target.resolve() == checkpoint.directory.resolve() or (not target.exists() and target.name == checkpoint.directory.resolve().name)
+    """Whether a measurement is of `checkpoint`: by its content digest alone."""
+    return checkpoint.digest is not None and document.get("target_digest") == checkpoint.digest
+
+
+def _not_shown(material: Material) -> list[str]:
+    """A sentence on every perplexity that is of none of the checkpoints here, or says not of which."""
+    found = [(f"{checkpoint.name}/measured.json", made) for checkpoint in material.checkpoints for made in checkpoint.measured
+             if made["kind"] == "ppl" and not is_of(made, checkpoint)]  # fmt: skip
+    found += [(result.name, result.document) for result in material.of_kind("ppl")
+              if not any(is_of(result.document, checkpoint) for checkpoint in material.checkpoints)]  # fmt: skip
+    reasons = {True: "is unbound: it does not record which weights it measured", False: "is of weights that are not here"}
+    return list(dict.fromkeys(f"Not shown: {name} {reasons[not isinstance(made.get('target_digest'), str)]}." for name, made in found))
 
 
 def errors(material: Material) -> Section | Missing:
@@ -174,20 +183,22 @@ def divergence(material: Material) -> Section | Missing:
     entries = []
     for one in material.rehearsals:
         if one.stages.keys() >= {"scores", "reference-scores"}:
-            entries.append(_served_histogram(one))
+            entries.append(_served_histogram(one) | {"of": material.origin(one.verdict)})
     for result in [*material.of_kind("ppl"), *material.of_kind("kl")]:
         counts = result.document.get("kl_histogram")
         if counts:
             estimate = result.document["kl_nats"]
-            entries.append({"name": result.name, "how": "over the whole vocabulary", "edges": list(EDGES), "counts": list(counts),
+            entries.append({"name": result.name, "of": material.origin(result.document), "how": "over the whole vocabulary", "edges": list(EDGES),
+                            "counts": list(counts),
                             "mean": estimate["value"], "upper_95": estimate["upper_95"]})
     if not entries:
         return Missing("divergence", title, "no KL was measured position by position",
                        "gemq eval-kl CHECKPOINT --reference SOURCE --data RECORDS.jsonl --output DIR/kl.json")
-    rows = [(e["name"], e["how"], sum(e["counts"]), e["mean"], e["upper_95"], _quantile(e, 0.5), _quantile(e, 0.99), f"{100 * _above(e, 0.1):.1f}%")
+    rows = [(e["name"], e["of"], e["how"], sum(e["counts"]), e["mean"], e["upper_95"], _quantile(e, 0.5), _quantile(e, 0.99),
+             f"{100 * _above(e, 0.1):.1f}%")
             for e in entries]  # fmt: skip
-    table = Table(("measured by", "how", "positions", "mean", "95% bound", "median, at most", "99% are below", "above 0.1"), rows_of(rows),
-                  frozenset({2, 3, 4, 5, 6, 7}))  # fmt: skip
+    table = Table(("measured by", "of", "how", "positions", "mean", "95% bound", "median, at most", "99% are below", "above 0.1"), rows_of(rows),
+                  frozenset({3, 4, 5, 6, 7, 8}))  # fmt: skip
     text = ["KL(source || checkpoint) in nats at each scored position. A few positions usually carry most of the mean, so the mean alone says "
             "little about the rest. Quantiles are the upper ends of their bins."]  # fmt: skip
     return Section("divergence", title, text, {"measured": entries}, "How many positions have which KL", [table])
@@ -223,8 +234,9 @@ def _above(entry: dict[str, Any], limit: float) -> float:
 def records(material: Material) -> Section | Missing:
     """Each record's perplexity beside the reference's."""
     title = "Perplexity record by record"
-    entries = [entry for one in material.rehearsals if (entry := _rehearsed_records(one)) is not None]
-    entries += [entry for result in material.of_kind("ppl") if (entry := _measured_records(result)) is not None]
+    entries = [entry | {"of": material.origin(one.verdict)} for one in material.rehearsals if (entry := _rehearsed_records(one)) is not None]
+    entries += [entry | {"of": material.origin(result.document)} for result in material.of_kind("ppl")
+                if (entry := _measured_records(result)) is not None]  # fmt: skip
     if not entries:
         return Missing("records", title, "no perplexity was measured record by record beside a reference's",
                        "gemq eval-ppl CHECKPOINT --reference SOURCE --data RECORDS.jsonl --output DIR/ppl.json")
@@ -233,7 +245,8 @@ def records(material: Material) -> Section | Missing:
         worst = sorted(entry["records"], key=lambda record: -record["ratio"])[:5]
         rows = [(record["id"], record["tokens"], record["ppl"], record["reference_ppl"], percent(record["ratio"])) for record in worst]
         tables.append(Table(("record", "tokens", "PPL", "reference's PPL", "difference"), rows_of(rows), frozenset({1, 2, 3, 4}),
-                            f"{entry['name']}: {percent(entry['ratio'])} over all, {len(entry['records'])} records; the five that lost most"))
+                            f"{entry['name']}, of {entry['of']}: {percent(entry['ratio'])} over all, {len(entry['records'])} records; "
+                            "the five that lost most"))
     return Section("records", title, ["Each point is a record; those above the line of 0% became less likely than they are to the reference."],
                    {"measured": entries}, "Each record's perplexity over the reference's", tables)
 

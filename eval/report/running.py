@@ -20,7 +20,7 @@ def _benches(material: Material) -> list[tuple[str, str, dict[str, Any]]]:
             side = next((side for prefix, side in _SIDES.items() if stage.startswith(prefix)), None)
             if side is not None and document.get("kind") == "bench":
                 found.append((one.name, side, document))
-    return found + [(result.name, "submission", result.document) for result in material.of_kind("bench")]
+    return found + [(f"{result.name}, of {material.origin(result.document)}", "submission", result.document) for result in material.of_kind("bench")]
 
 
 def speed(material: Material) -> Section | Missing:
@@ -90,8 +90,8 @@ def _capped(material: Material) -> list[dict[str, Any]]:
 def answers(material: Material) -> Section | Missing:
     """Accuracy with its intervals, and whether greedy answers are the plain ones."""
     title = "Answers"
-    accuracy = [(result.name, result.document) for result in material.of_kind("accuracy")]
-    greedy = [(result.name, result.document) for result in material.of_kind("greedy")]
+    accuracy = [(f"{result.name}, of {material.origin(result.document)}", result.document) for result in material.of_kind("accuracy")]
+    greedy = [(f"{result.name}, of {material.origin(result.document)}", result.document) for result in material.of_kind("greedy")]
     for one in material.rehearsals:
         accuracy += [(f"{one.name}, {side}", one.stages[stage]) for stage, side in (("accuracy", "submission"), ("reference-accuracy", "reference"))
                      if stage in one.stages]  # fmt: skip

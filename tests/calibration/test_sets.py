@@ -138,7 +138,7 @@ def test_a_byte_order_mark_and_windows_line_ends_are_not_text(tmp_path: Path, ba
 
 def test_text_that_is_not_utf8_is_refused(tmp_path: Path, base_model: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("Straße".encode("latin-1"))
-    with pytest.raises(UsageError, match=r"latin\.txt is not UTF-8 text \(byte 4\)"):
+    with pytest.raises(UsageError, match=r"latin\.txt line 1 is not UTF-8 text \(byte 4\)"):
         load(tmp_path / "latin.txt", base_model)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
 from typing import Any
+
+from gemq.quantize.seal import SealedFile, content_digest, seal_bytes
 
 HOSTILE = "<script>alert(1)</script> & $\\frac{1}{$ \"x\""
 
@@ -34,13 +37,20 @@ def manifest(recipe: str, bytes_per_token: int, layers: int = 3, search: dict[st
     return made | ({} if search is None else {"search": search})
 
 
-def checkpoint(folder: Path, bytes_per_token: int, ratio: float, search: dict[str, Any] | None = None) -> None:
+def checkpoint(folder: Path, bytes_per_token: int, ratio: float, search: dict[str, Any] | None = None) -> str:
+    """A sealed checkpoint's own account, with a measurement that is bound to it; returns its content digest."""
     write(folder / "gemq.json", manifest(folder.name, bytes_per_token, search=search))
+    digest = content_digest(_listed(folder))
     write(folder / "measured.json", {"version": 1, "measurements": [{
-        "kind": "ppl", "data": "records.jsonl", "data_sha256": "2" * 64, "dtype": "float32", "tokens": 100, "records": 4,
+        "kind": "ppl", "data": "records.jsonl", "data_sha256": "2" * 64, "dtype": "float32", "tokens": 100, "records": 4, "target_digest": digest,
         "ppl": estimate(20 * ratio, 20 * ratio + 1), "reference_ppl": estimate(20.0, 21.0), "ratio": estimate(ratio, ratio + 0.005),
     }]})  # fmt: skip
-    (folder / "gemq.seal.json").write_text("{}")
+    (folder / "gemq.seal.json").write_bytes(seal_bytes(_listed(folder)))
+    return digest
+
+
+def _listed(folder: Path) -> list[SealedFile]:
+    return [SealedFile(False, path.name, hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_size) for path in sorted(folder.iterdir())]
 
 
 def per_record(nlls: dict[str, float], theirs: dict[str, float] | None = None) -> list[dict[str, Any]]:
@@ -92,13 +102,14 @@ def everything(folder: Path) -> Path:
          "upper": math.log(1.045), "met": True, "chosen": True},
     ]}  # fmt: skip
     checkpoint(folder / "best", 1_200_000, 1.04, search)
-    checkpoint(folder / "plain", 1_000_000, 1.10)
+    plain = checkpoint(folder / "plain", 1_000_000, 1.10)
     rehearsal(folder / "rehearsal")
     ours, theirs = {"a": 22.0, "b": 31.0, HOSTILE: 15.0}, {"a": 20.0, "b": 31.5, HOSTILE: 14.0}
     counts = [0] * 28
     counts[8], counts[20], counts[27] = 50, 49, 1
     write(folder / "ppl.json", {
-        "kind": "ppl", "target": "elsewhere/plain", "data": "data/more.jsonl", "data_sha256": "3" * 64, "tokens": 30, "records": 3,
+        "kind": "ppl", "target": "elsewhere/under-another-name", "target_digest": plain, "data": "data/more.jsonl",
+        "data_sha256": "3" * 64, "tokens": 30, "records": 3,
         "ppl": estimate(math.exp(68 / 30), 10.0), "reference_ppl": estimate(math.exp(65.5 / 30), 9.0), "ratio": estimate(math.exp(2.5 / 30), 1.2),
         "kl_nats": estimate(0.02, 0.03), "kl_histogram": counts, "per_record": per_record(ours, theirs),
     })  # fmt: skip

@@ -16,8 +16,9 @@ from click.testing import Result
 from gemq.commands import bench as commands
 from gemq.errors import GemqError, IntegrityError, StoppedSafely, UsageError
 from gemq.eval import bench
+from gemq.eval.endpoint import Endpoint
 from gemq.eval.load import Finished
-from gemq.eval.workloads import WORKLOADS, Load, find_workload, read_prompts
+from gemq.eval.workloads import WORKLOADS, Load, find_workload, make_text_prompts, read_prompts
 
 Run = Callable[..., Result]
 SUMMARY_KEYS = {
@@ -221,6 +222,24 @@ def test_a_server_that_dies_half_way(run: Run, tmp_path: Path) -> None:
     assert document["loads"][0]["runs"][0]["requests"] == 6
     assert document["loads"][0]["runs"][0]["interruptions"] == 1
     assert len([body for _, body in engine.bodies if not body.get("stream")]) == 2  # what was done is not asked again
+
+
+def test_requests_of_two_checkpoints_are_never_mixed(tmp_path: Path) -> None:
+    workload = find_workload(str(workload_file(tmp_path / "w.yaml", chat=True, warmups=0)))
+    sent = {load.name: make_text_prompts(load.requests, 1) for load in workload.loads}
+    with StubServer(Engine(), dies_after=3) as server:
+        def measured(digest: str) -> Any:
+            return bench.run_bench(Endpoint.open(server.url), workload, sent, target="model", audited=False, output_dir=tmp_path / "out",
+                             target_digest=digest)  # fmt: skip
+
+        with pytest.raises(StoppedSafely):
+            measured("a" * 64)
+        server.dies_after = None
+        with pytest.raises(UsageError, match="another benchmark"):
+            measured("b" * 64)
+        result, _ = measured("a" * 64)
+    assert result.to_json()["target_digest"] == "a" * 64
+    assert len(result.to_json()["data_sha256"]) == 64
 
 
 def test_partial_results_of_another_benchmark(run: Run, tmp_path: Path) -> None:

@@ -227,8 +227,29 @@ def test_an_endpoint_that_dies_half_way(run: Run, model: Any, lively: Path, prom
         asked.clear()
         server.dies_after = None
         assert run(*arguments, "--json").exception is None
-    assert len(asked) == 3
+    assert len(asked) == 3 + 1  # the last kept one is decoded again: a URL may serve another model now
     assert len(read_decoded(tmp_path / "out" / "decode.jsonl")) == 5
+
+
+def test_another_model_at_the_url_is_not_mixed_in(run: Run, model: Any, lively: Path, prompts_file: Path, tmp_path: Path) -> None:
+    class Turning(ModelEngine):
+        turned = False
+
+        def decode(self, ids: list[int], count: int) -> list[int]:
+            found = super().decode(ids, count)
+            return [*found[:-1], (found[-1] + 1) % 300] if self.turned else found
+
+    engine = Turning(model)
+    with StubServer(engine, dies_after=2) as server:
+        arguments = [server.url, "--reference", lively, "--prompts", prompts_file, "--tokens", TOKENS, "--device", "cpu",
+                     "--output", tmp_path / "out"]  # fmt: skip
+        assert isinstance(run(*arguments).exception, StoppedSafely)
+        server.dies_after, engine.turned = None, True
+        refused = run(*arguments).exception
+        assert isinstance(refused, IntegrityError)
+        assert "the model has changed" in refused.message
+        engine.turned = False
+        assert run(*arguments).exception is None
 
 
 def test_made_prompts(run: Run, model: Any, lively: Path) -> None:

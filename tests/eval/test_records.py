@@ -121,5 +121,5 @@ def test_files_that_can_not_be_read(source: Path, tmp_path: Path, text_file: Pat
         read(text_file, None)
     with pytest.raises(UsageError, match="no tokenizer"):
         read(text_file, tmp_path)
-    with pytest.raises(UsageError, match="the model has 100 tokens"):
+    with pytest.raises(UsageError, match="beyond the vocabulary of 100 tokens"):
         read_records(text_file, tokenizer=source, vocab_size=100)

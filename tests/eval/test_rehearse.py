@@ -109,11 +109,13 @@ def test_it_goes_on_where_it_stopped(run: Run, source: Path, records: Path, tmp_
     assert "another rehearsal" in str(other.exception)
     shard = next((mine / "model").glob("*.safetensors"))
     made = shard.stat()
-    os.utime(shard, ns=(made.st_atime_ns, made.st_mtime_ns + 1))  # another checkpoint under the same name
+    bytes_before = shard.read_bytes()
+    shard.write_bytes(bytes_before[:-1] + bytes([bytes_before[-1] ^ 1]))  # another checkpoint under the same name
+    os.utime(shard, ns=(made.st_atime_ns, made.st_mtime_ns))
     other = run(*arguments)
     assert isinstance(other.exception, UsageError)
     assert "another rehearsal" in str(other.exception)
-    os.utime(shard, ns=(made.st_atime_ns, made.st_mtime_ns))
+    shard.write_bytes(bytes_before)
     manifest = json.loads((mine / "manifest.json").read_text())
     del manifest["env"]["RUNS_OUT_AFTER"]
     (mine / "manifest.json").write_text(json.dumps(manifest))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import typer
 from PIL import Image
-from report_material import HOSTILE, checkpoint, everything, rehearsal, write
+from report_material import HOSTILE, checkpoint, estimate, everything, manifest, rehearsal, write
 from typer.testing import CliRunner
 
 from gemq.cli import app
@@ -278,3 +278,28 @@ def test_the_heat_map_gets_lighter_all_the_way_for_everyone() -> None:
     colors = [matplotlib.colors.to_hex(matplotlib.colormaps[style.HEAT](value)) for value in np.linspace(0, 1, 12)]
     for matrix in (None, *MACHADO.values()):
         assert (np.diff([lab(color, matrix)[0] for color in colors]) > 2).all()
+
+
+def test_measurements_are_matched_by_digest_alone(tmp_path: Path) -> None:
+    """A result without a digest is nobody's, one of other weights isn't shown as the checkpoint's, whatever the paths say."""
+    folder, out = tmp_path / "folder", tmp_path / "report"
+    own = checkpoint(folder / "mine", 1_000_000, 1.1)
+    shown = {"kind": "ppl", "target": str(folder / "mine"), "data": "d.jsonl", "data_sha256": "3" * 64, "tokens": 30, "records": 1, "per_record": [],
+             "ppl": estimate(30.0), "reference_ppl": estimate(20.0), "ratio": estimate(1.5)}  # fmt: skip
+    write(folder / "old.json", shown)
+    write(folder / "other.json", {**shown, "target_digest": "4" * 64})
+    write(folder / "same.json", {**shown, "target": "moved", "target_digest": own, "ratio": estimate(1.2), "tokens": 31})
+    report(folder, out)
+    assert sorted(one["ratio"] for one in data(out, "tradeoff")["checkpoints"]) == [1.1, 1.2]
+    page = (out / PAGE).read_text(encoding="utf-8")
+    assert "old.json is unbound" in page
+    assert "other.json is of weights that are not here" in page
+
+
+def test_a_checkpoint_that_is_not_what_was_sealed_has_no_measurements(tmp_path: Path) -> None:
+    folder, out = tmp_path / "folder", tmp_path / "report"
+    checkpoint(folder / "mine", 1_000_000, 1.1)
+    write(folder / "mine" / "gemq.json", manifest("another", 2_000_000))
+    report(folder, out)
+    assert "tradeoff" in {one["key"] for one in json.loads((out / "report.json").read_text())["missing"]}
+    assert any("not what was sealed" in problem for problem in json.loads((out / "report.json").read_text())["unreadable"])

@@ -20,10 +20,11 @@ from typer.testing import CliRunner
 from gemq import atomic
 from gemq.commands import card as command
 from gemq.errors import GemqError, IntegrityError, UsageError
-from gemq.quantize.card import card_bytes, inherited_fields, joined, read_measured, summary
+from gemq.quantize.card import card_bytes, inherited_fields, joined, read_measured, rebound, summary
+from gemq.quantize.content import directory_digest
 from gemq.quantize.provenance import PROVENANCE_FILE
 from gemq.quantize.run import quantize
-from gemq.quantize.seal import REPORTS, check_seal, content_digest, read_seal, seal_digest
+from gemq.quantize.seal import REPORTS, SealedFile, check_seal, content_digest, read_seal, seal_digest
 
 Document = dict[str, Any]
 SOURCE_CARD = """---
@@ -68,7 +69,7 @@ def measured(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     def measure(directory: Path) -> list[Document]:
         assert (directory / "config.json").is_file()  # whole but for card and seal
         assert not (directory / "gemq.seal.json").exists()
-        return [summary(result())]
+        return [summary(result(target_digest=directory_digest(directory), reference_digest=directory_digest(source), device="cpu"))]
 
     return quantize(make_job(source, tmp_path_factory.mktemp("card") / "out", "w4a16-g32"), measure).directory
 
@@ -171,7 +172,8 @@ def run(*arguments: object) -> tuple[Any, str]:
 
 
 def write_result(path: Path, checkpoint: Path, **changed: Any) -> Path:
-    path.write_text(json.dumps(result(target=str(checkpoint), **changed)))
+    """A result of the weights in `checkpoint`, as far as its digest says."""
+    path.write_text(json.dumps(result(**{"target": str(checkpoint), "target_digest": directory_digest(checkpoint), **changed})))
     return path
 
 
@@ -192,7 +194,7 @@ def test_a_new_measurement_makes_a_new_checkpoint_and_leaves_the_old_one(measure
     assert check_seal(new) == check_seal(measured) == []
     assert seal_digest(measured) == before != seal_digest(new)
     assert [entry["data"] for entry in read_measured(new)] == ["text.txt", "other.jsonl"]
-    assert "other.jsonl | KL" in text_of(new)
+    assert "other.jsonl | KL from the reference" in text_of(new)  # nothing says what it was
     assert "text.txt | Perplexity |" in text_of(new)
     assert "license: gemma" in text_of(new)
     assert os.stat(new / "model.safetensors").st_ino == os.stat(measured / "model.safetensors").st_ino
@@ -236,15 +238,68 @@ def test_a_checkpoint_that_was_changed_gets_no_new_seal(measured: Path, tmp_path
     assert not (tmp_path / "new").exists()
 
 
-def test_a_measurement_of_another_checkpoint_is_refused(measured: Path, unmeasured: Path, tmp_path: Path) -> None:
-    error, _ = run(measured, "--measured", write_result(tmp_path / "ppl.json", unmeasured))
-    assert isinstance(error, UsageError)
-    assert "not of" in error.message
-    error, _ = run(measured, "--measured", write_result(tmp_path / "ppl.json", Path("http://127.0.0.1:8000")))
-    assert isinstance(error, UsageError)
+@pytest.fixture(scope="module")
+def other_weights(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quantize(make_job(source, tmp_path_factory.mktemp("card") / "out", "w8a16")).directory
+
+
+def test_a_measurement_of_other_weights_is_refused_at_the_measured_path_too(measured: Path, other_weights: Path, tmp_path: Path) -> None:
+    for path in (write_result(tmp_path / "ppl.json", other_weights),
+                 write_result(tmp_path / "ppl.json", measured, target_digest=directory_digest(other_weights))):  # fmt: skip
+        error, _ = run(measured, "--measured", path, "--output", tmp_path / "new")
+        assert isinstance(error, UsageError)
+        assert not (tmp_path / "new").exists()
+
+
+def test_the_same_weights_under_another_path_are_accepted(measured: Path, tmp_path: Path) -> None:
+    moved = copy_of(measured, tmp_path / "moved")
+    error, out = run(moved, "--measured", write_result(tmp_path / "ppl.json", measured, data="other.txt", target="/nowhere"))
+    assert error is None
+    own, _, rest = out.partition("### ")
+    assert "| other.txt | Perplexity |" in own
+    assert "Unbound" not in rest
+
+
+@pytest.mark.parametrize("changed", [{}, {"target": "http://127.0.0.1:8000"}])
+def test_a_measurement_without_digest_is_unbound_and_not_of_these_weights(measured: Path, tmp_path: Path, changed: Document) -> None:
+    path = write_result(tmp_path / "ppl.json", measured, data="old.txt", target_digest=None, **changed)
+    error, _ = run(measured, "--measured", path, "--output", tmp_path / "new")
+    assert error is None
+    own, _, rest = text_of(tmp_path / "new").partition("### Unbound")
+    assert "old.txt" not in own  # neither in the table nor in the model index
+    assert "| old.txt | Perplexity |" in rest
+    assert "Measured on these weights" in own
+    assert "target_digest" not in read_measured(tmp_path / "new")[-1]
+
+
+def test_a_reference_that_is_not_the_source_is_not_called_the_source(measured: Path, tmp_path: Path) -> None:
+    assert "Perplexity of the source" in text_of(measured)
+    error, out = run(measured, "--measured", write_result(tmp_path / "ppl.json", measured, data="other.txt", reference_digest="5" * 64))
+    assert error is None
+    assert "| other.txt | Perplexity of the reference |" in out
+    assert "| other.txt | Perplexity of the source |" not in out
+    assert "5" * 64 in out
+    index = [(entry.dataset_name, entry.metric_type) for entry in ModelCard(out).data.eval_results]
+    assert sorted(index) == [("other.txt", "perplexity"), ("text.txt", "kl_divergence"), ("text.txt", "perplexity"), ("text.txt", "perplexity_ratio")]
+
+
+def test_what_quantize_measures_before_the_seal_has_the_sealed_content_digest(measured: Path) -> None:
+    (made,) = read_measured(measured)
+    assert made["target_digest"] == content_digest(read_seal(measured)) == directory_digest(measured)
+    assert f"Content digest: `{made['target_digest']}`" in text_of(measured)
+
+
+def test_a_search_that_adds_its_account_keeps_the_measurement_bound(measured: Path) -> None:
+    """gemq.json changes, and the content digest with it; the model files are those that were measured."""
+    files = read_seal(measured)
+    others = [SealedFile(False, "gemq.json", "0" * 64, 1) if file.path == "gemq.json" else file for file in files]
+    made, strange = read_measured(measured)[0], {**read_measured(measured)[0], "target_digest": "6" * 64}
+    assert [one["target_digest"] for one in rebound([made, strange], others, content_digest(files))] == [content_digest(others), "6" * 64]
+    assert rebound([made], others)[0]["target_digest"] == made["target_digest"] != content_digest(others)  # nothing says that it is the same
 
 
 @pytest.mark.parametrize("changed", [
+    {"target_digest": "AB" * 32}, {"target_digest": 1}, {"reference_digest": "x"}, {"device": "a\nb"},
     {"kind": "accuracy"}, {"kind": ["ppl"]}, {"ppl": None}, {"ppl": {"value": 1}}, {"ppl": {"value": "5", "standard_error": None, "upper_95": 1}},
     {"ppl": {"value": None, "standard_error": None, "upper_95": None}}, {"tokens": 0}, {"tokens": True}, {"records": "3"}, {"data": ""},
     {"data": "a | b"}, {"data": "`x`"}, {"data": "a\nb"}, {"data_sha256": "AB" * 32}, {"data_sha256": 1}, {"dtype": None},

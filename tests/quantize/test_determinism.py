@@ -12,6 +12,7 @@ from tests.models.gemma4 import build_gemma4
 from tests.quantize.crash_child import Ended, run_command
 
 from gemq.quantize.card import read_measured
+from gemq.quantize.content import directory_digest
 from gemq.quantize.provenance import provenance_differences
 from gemq.quantize.seal import check_seal, content_digest, read_seal, seal_digest
 
@@ -50,11 +51,14 @@ def first(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_checkpoint_is_sealed_measured_and_tells_where_it_comes_from(first: Path) -> None:
+def test_the_checkpoint_is_sealed_measured_and_tells_where_it_comes_from(source: Path, first: Path) -> None:
     assert check_seal(first) == []
     assert provenance_differences(first, read_seal(first)) == []
     assert [(made["kind"], made["data"], made["records"]) for made in read_measured(first)] == [("ppl", "held-out.jsonl", 4)]
     assert content_digest(read_seal(first)) in (first / "README.md").read_text()
+    (made,) = read_measured(first)
+    assert (made["target_digest"], made["reference_digest"]) == (content_digest(read_seal(first)), directory_digest(source))
+    assert "Measured on these weights" in (first / "README.md").read_text()
 
 
 def test_the_same_command_twice_gives_the_same_seal(source: Path, first: Path, tmp_path: Path) -> None:

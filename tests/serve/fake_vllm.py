@@ -43,7 +43,9 @@ dead = False
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         body = json.dumps({"data": [{"id": value["--served-model-name"]}]}).encode()
-        self.send_response(503 if dead and self.path == "/health" else 200)
+        key = os.environ.get("VLLM_API_KEY")  # as vLLM does, it demands this key for what is under /v1
+        refused = key and self.path.startswith("/v1") and self.headers.get("Authorization") != "Bearer " + key
+        self.send_response(401 if refused else 503 if dead and self.path == "/health" else 200)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

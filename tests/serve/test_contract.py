@@ -91,8 +91,7 @@ class StandIn:
 
 
 def endpoint(monkeypatch: pytest.MonkeyPatch, fault: str = "") -> contract.Endpoint:
-    client = httpx.Client
-    monkeypatch.setattr(contract.httpx, "Client", lambda timeout: client(transport=httpx.MockTransport(StandIn(fault))))
+    monkeypatch.setattr(contract, "open_client", lambda url, timeout: httpx.Client(transport=httpx.MockTransport(StandIn(fault))))
     return contract.Endpoint("http://here:1/v1/", vocabulary=VOCABULARY)
 
 

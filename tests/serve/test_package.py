@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from gemq.commands import package as command
 from gemq.errors import GemqError, IntegrityError, UsageError
+from gemq.quantize.content import directory_digest
 from gemq.quantize.seal import check_seal, seal_digest
 from gemq.serve import efficient_gemma, lowbarena
 from gemq.serve import serve as serve_script
@@ -225,11 +226,15 @@ def test_the_readme_has_what_was_measured_and_nothing_else(e4b: Path, tmp_path: 
     run(e4b, "--arena", "efficient-gemma", "--output", tmp_path / "bare")
     bare = (tmp_path / "bare" / "README.md").read_text()
     assert "Nothing was measured" in bare
-    (tmp_path / "ppl.json").write_text(json.dumps(measurement(e4b)))
+    (tmp_path / "ppl.json").write_text(json.dumps(measurement(e4b, target_digest=directory_digest(e4b))))
     one_record = {"value": 2.05, "standard_error": None, "upper_95": None}
     (tmp_path / "served.json").write_text(json.dumps(measurement("http://127.0.0.1:8000", ppl=one_record)))
     run(e4b, "--arena", "efficient-gemma", "--output", tmp_path / "out", "--measured", tmp_path / "ppl.json", "--measured", tmp_path / "served.json")
     text = (tmp_path / "out" / "README.md").read_text()
+    bound, _, unbound = text.partition("### Unbound")
+    assert "| PPL | 2.05 |" in unbound
+    assert "| PPL | 2.05 |" not in bound
+    assert "| PPL | 2.0456 |" not in unbound
     assert "| PPL | 2.0456 | 2.0712 | 61797 | 128 | records.jsonl (sha256 abababababab…) | locally in float32 |" in text
     assert "| PPL of the reference | 2.3021 | 2.0712 |" in text
     assert "| PPL | 2.05 | – | 61797 | 128 | records.jsonl (sha256 abababababab…) | through the endpoint |" in text
@@ -254,11 +259,14 @@ def test_what_is_no_measurement_is_refused(e4b: Path, tmp_path: Path, change: di
 
 def test_another_checkpoints_numbers_are_refused(e4b: Path, qwen: Path, tmp_path: Path) -> None:
     path = tmp_path / "ppl.json"
-    for other in (qwen, "/nowhere/another"):
-        path.write_text(json.dumps(measurement(other)))
-        assert "which is not" in refused(e4b, "--arena", "efficient-gemma", "--output", tmp_path / "out", "--measured", path).message
-    path.write_text(json.dumps(measurement(shutil.copytree(e4b, tmp_path / "same-bytes"))))
+    for target in (qwen, e4b, "/nowhere/another"):  # the digest decides, not the path
+        path.write_text(json.dumps(measurement(target, target_digest=directory_digest(qwen))))
+        error = refused(e4b, "--arena", "efficient-gemma", "--output", tmp_path / "out", "--measured", path)
+        assert isinstance(error, UsageError)
+        assert "other weights" in error.message
+    path.write_text(json.dumps(measurement("/nowhere/another", target_digest=directory_digest(shutil.copytree(e4b, tmp_path / "same-bytes")))))
     run(e4b, "--arena", "efficient-gemma", "--output", tmp_path / "out", "--measured", path)
+    assert "Unbound" not in (tmp_path / "out" / "README.md").read_text()
 
 
 # --- lowbarena

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import subprocess
 import tarfile
 from io import BytesIO
@@ -17,6 +18,7 @@ from test_package import run as package
 from test_scripts import base, both, given, run  # noqa: F401  (base is a fixture)
 
 from gemq.errors import IntegrityError, UsageError
+from gemq.quantize.content import directory_digest
 from gemq.quantize.seal import seal_digest
 from gemq.serve import serve as serve_script
 from gemq.serve.profile import Gain, MadeFor, Profile, Speculation, read_profile, require_profile
@@ -183,6 +185,23 @@ def test_a_package_refuses_a_profile_of_another_checkpoint_or_vllm_or_without_a_
     refused(UsageError, r"made for vLLM 0\.26\.0, and the package installs vLLM 0\.32\.0", made_for={"vllm": "0.26.0"})
     refused(UsageError, "was never measured", made_for={"vllm": "0.32.0"}, measured=None)
     refused(UsageError, "there is no checkpoint", made_for={"vllm": "0.32.0"}, speculation=Speculation(drafter="/nowhere", tokens=2))
+
+
+def test_a_profile_follows_the_content_and_not_seal_or_path(tmp_path: Path) -> None:
+    """The same bytes without a seal, or under another card, are what it was made for; other bytes without a seal are not."""
+    e4b, path = small.e4b(tmp_path / "e4b"), tmp_path / "mine.json"
+    bare = Path(shutil.copytree(e4b, tmp_path / "bare"))
+    (bare / "gemq.seal.json").unlink()
+    made(None, made_for={"vllm": "0.32.0", "content": directory_digest(bare)}).write(path)
+    package(Path(shutil.copytree(bare, tmp_path / "moved")), "--arena", "efficient-gemma", "--output", tmp_path / "out", "--profile", path)
+    shard = next(bare.glob("*.safetensors"))
+    shard.chmod(0o644)
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(IntegrityError, match="content digest"):
+        package(bare, "--arena", "efficient-gemma", "--output", tmp_path / "other", "--profile", path)
+    made(e4b, made_for={"vllm": "0.32.0", "checkpoint": "0" * 64, "content": directory_digest(e4b)}).write(path)
+    package(e4b, "--arena", "efficient-gemma", "--output", tmp_path / "resealed", "--profile", path)
+    assert json.loads((tmp_path / "resealed" / "profile.json").read_text())["made_for"]["checkpoint"] == seal_digest(e4b)
 
 
 def test_lowbarenas_engine_holds_it_and_takes_no_drafter(tmp_path: Path, base: dict[str, str]) -> None:  # noqa: F811

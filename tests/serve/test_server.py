@@ -48,6 +48,23 @@ def test_a_server_answers_within_the_block_and_is_gone_after_it(checkpoint: Path
     assert "Application startup complete" in log.read_text()
 
 
+def test_a_server_that_demands_the_key_is_waited_for_with_it_and_past_a_proxy(
+    checkpoint: Path, fake_python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "a-secret-key")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    with serving(checkpoint, python=fake_python, timeout=30) as server:
+        server.require_alive()
+
+
+def test_a_server_that_demands_another_key_is_not_waited_for(checkpoint: Path, fake_python: Path) -> None:
+    with pytest.raises(UsageError, match="another API key") as refused, serving(checkpoint, python=fake_python, timeout=60,
+                                                                                 environment={"VLLM_API_KEY": "another"}):  # fmt: skip
+        pass
+    assert "VLLM_API_KEY" in refused.value.next_step
+
+
 def test_a_block_that_fails_ends_the_server_too(checkpoint: Path, fake_python: Path) -> None:
     processes: list[int] = []
 

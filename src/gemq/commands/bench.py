@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -111,7 +112,8 @@ def bench(
                 driver = stack.enter_context(opened_client(client, chosen.loads, python))
                 watch = stack.enter_context(MemoryWatch(pid, endpoint.base_url)) if pid is not None else None
                 result, partial = room.run_bench(endpoint, chosen, sent, target=str(target), runs=runs, audited=audit, partial=partial,
-                                                 server_dependencies=opened.dependencies, client=driver, client_kind=client)  # fmt: skip
+                                                 server_dependencies=opened.dependencies, client=driver, client_kind=client,
+                                                 target_digest=opened.digest)  # fmt: skip
             if watch is not None:
                 result.take_memory(watch)
             if ppl is not None:
@@ -119,8 +121,8 @@ def bench(
 
                 # a server of gemq's own gets another port next time, and its kept scores would not be recognized
                 kept = None if partial is None or pid is not None else partial / "ppl.json"
-                result.ppl = evaluate_ppl(endpoint.name, ppl, records=ppl_records, tokenizer=tokenizer or opened.checkpoint,
-                                          output_path=kept).to_json()  # fmt: skip
+                scored = evaluate_ppl(endpoint.name, ppl, records=ppl_records, tokenizer=tokenizer or opened.checkpoint, output_path=kept)
+                result.ppl = replace(scored, target_digest=opened.digest).to_json()
                 if kept is not None:
                     atomic.partial_of(kept).unlink(missing_ok=True)
         if partial is not None and output_dir is not None:

@@ -31,8 +31,8 @@ def card(
     if output_directory is not None:
         atomic.require_absent(output_directory)
         require_separate(output_directory, checkpoint)
-    results = [_result(path, checkpoint) for path in measured or []]
     files = seal.read_seal(checkpoint)
+    results = [_result(path, checkpoint, seal.content_digest(files)) for path in measured or []]
     differences = seal.check_seal(checkpoint, fast=output_directory is None)
     if differences:
         raise IntegrityError(f"{checkpoint} is not what its seal says: {differences[0]}", f"see all of it with `gemq verify {checkpoint}`")
@@ -55,10 +55,13 @@ def card(
                   f"seal {digest}\ncontent {document['content_digest']}")
 
 
-def _result(path: Path, checkpoint: Path) -> dict[str, Any]:
-    """The summary of a result file, if it is a measurement of `checkpoint`."""
+def _result(path: Path, checkpoint: Path, digest: str) -> dict[str, Any]:
+    """The summary of a result file; raises UsageError where it is a measurement of another content than `checkpoint`'s, which has `digest`.
+
+    A measurement without a digest is taken with a warning: the card lists it as unbound.
+    """
     from gemq.quantize.audit import strict_json
-    from gemq.quantize.card import summary
+    from gemq.quantize.card import UNBOUND, summary, whose
 
     advice = "give what `gemq eval-ppl` or `gemq eval-kl` wrote to --output"
     if not path.is_file():
@@ -73,9 +76,11 @@ def _result(path: Path, checkpoint: Path) -> dict[str, Any]:
         made = summary(document)
     except UsageError as error:
         raise UsageError(f"{path}: {error.message}", error.next_step) from None
-    target = document.get("target")
-    if not isinstance(target, str) or Path(target).resolve() != checkpoint.resolve():
-        raise UsageError(f"{path} is a measurement of {str(target)[:200]}, not of {checkpoint}",
+    other = whose(made, digest)
+    if other == UNBOUND:
+        output.warn(f"{path} does not record which weights it measured: the card lists it as unbound. Measure {checkpoint} again to bind it")
+    elif other:
+        raise UsageError(f"{path} is a measurement of other weights (content digest {other[:16]}…), and {checkpoint} has {digest[:16]}…",
                          f"measure that one: `gemq eval-ppl {checkpoint} --reference SOURCE --data FILE --output FILE.json`")
     return made
 

@@ -316,6 +316,12 @@ def _show_plan(plan: Plan, samples: int, length: int, device: str, devices: int,
 
 
 def _show_outcome(outcome: Outcome, plan: Plan, measured: PplResult | None) -> None:
+    from dataclasses import replace
+
+    from gemq.quantize.seal import content_digest, read_seal
+
+    if measured is not None:  # it was made before the seal that names these weights
+        measured = replace(measured, target_digest=content_digest(read_seal(outcome.directory)))
     sizes = outcome.manifest["bytes"]
     data: dict[str, Any] = {
         "checkpoint": str(outcome.directory),
