@@ -140,7 +140,7 @@ def test_the_command_reads_what_a_search_left_behind(gemma3, tmp_path, capfd):
     assert "Measured: every build" in page
     assert "+4.00% (asked for)" in page
     assert json.loads((out / "pareto.json").read_text()) == printed["pareto"]
-    for more, word in ((["--output", str(out)], "exists"), (["--ppl-budget", "0%"], "more than nothing"), (["--data", "none.txt"], "no file"),
+    for more, word in ((["--output", str(out)], "exists"), (["--ppl-budget", "0%"], "more than 0"), (["--data", "none.txt"], "no file"),
                        (["--candidates", "int3"], "int3"), (["--recipe", "none"], "none")):  # fmt: skip
         error = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "other"), *more]).exception
         assert isinstance(error, UsageError), (more, error)
