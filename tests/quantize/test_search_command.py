@@ -279,7 +279,8 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(gemma3, data, tmp_path, bud
 
 @pytest.mark.parametrize("more", [
     ("--samples", "3"), ("--eval-records", "1"), ("--candidates", "fp8", "--format", "gptq"), ("--search-state", "SOURCE"),
-    ("--search-state", "FILE"), ("--search-state", "OUT"), ("--search-state", "OUT/inside"), ("--candidates", "int3"), ("--objective", "fun"), ("--kl-budget", "0"),
+    ("--search-state", "FILE"), ("--search-state", "OUT"), ("--search-state", "OUT/inside"), ("--candidates", "int3"),
+    ("--objective", "fun"), ("--kl-budget", "0"),
 ])  # fmt: skip
 @pytest.mark.parametrize("dry", [("--dry-run",), ()])
 def test_a_search_that_can_t_work_is_refused_before_anything_is_calibrated(gemma3, data, tmp_path, monkeypatch, more, dry):
