@@ -61,7 +61,7 @@ def pareto(
     from gemq.quantize.plan import with_head
     from gemq.quantize.preview import require_windows, require_writable
     from gemq.quantize.search_run import Prepared, stored_sensitivities
-    from gemq.quantize.search_state import SearchState, require_state_apart
+    from gemq.quantize.search_state import RECORD_FILE, SearchState, require_state_apart
     from gemq.quantize.skeleton import load_skeleton
     from gemq.quantize.trials import Trials
     from gemq.recipes.model import load_recipe
@@ -86,7 +86,7 @@ def pareto(
         from gemq.calibration.sets import load_calibration
 
         require_windows(samples)
-        require_writable(state)
+        require_writable(state / RECORD_FILE)
         require_state_apart(state, source.directory, target)
         named = named or DEFAULT_CANDIDATES
         windows = load_calibration(calibration, model_dir=source.directory, samples=samples, length=length, seed=seed, split=split, column=column,

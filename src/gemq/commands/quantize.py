@@ -148,17 +148,17 @@ def quantize(
         require_source(calibration, length, source.directory)
     if measure_on is not None:
         preview.require_records(measure_on, eval_records, None if reader is None else source.directory, for_budget=budget is not None)
-    order = None
+    order, searched = None, None
     if budget is not None:
         from gemq.quantize.search_run import Order
-        from gemq.quantize.search_state import require_state_apart
+        from gemq.quantize.search_state import RECORD_FILE, require_state_apart
 
         preview.require_windows(samples)
-        preview.require_writable(state)
+        preview.require_writable(state / RECORD_FILE)
         require_state_apart(state, source.directory, target)
         order = Order(budget, named, objective, search_builds, decides_on_head(used, skeleton), resume)  # type: ignore[arg-type]
+        searched = preview.search_preview(plan, order, eval_records)
     if dry_run:
-        searched = None if order is None else preview.search_preview(plan, order, eval_records)
         _show_plan(plan, samples, length, chosen, max(1, len(together)), gpu_memory_bytes, searched)
         return
     if reader is None:
