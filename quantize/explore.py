@@ -25,8 +25,8 @@ _AIM = 0.97  # and the next one's, on what came out: that share falls with the h
 _LAST_AIM = 0.8  # and that of the last one, as long as none has met it
 _WORTH_A_BUILD = 0.01  # of the cost: where something meets the budget, less to win is no reason for another build
 # What bounds on ground truth have been over predictions, where no build has said it yet. Predictions are of windows like the calibration's, and on
-# what the model writes itself the same harm shows as more nats: 0.63 there, on text 1.53 to 1.60 with w4a16-best and 2.0 with w4a16. Those were bounds
-# of single measurements; the ones that account for several looks are about 3% higher on 30 records.
+# what the model writes itself the same harm shows as more nats: 0.63 there, on text 1.53 to 1.60 with w4a16-best and 2.0 with w4a16. Those were
+# bounds of single measurements; the ones that account for several looks are about 3% higher on 30 records.
 BOUND_OVER_PREDICTED_ON_ITS_OWN = 0.67
 BOUND_OVER_PREDICTED_ON_TEXT = 1.65
 

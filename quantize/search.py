@@ -152,6 +152,7 @@ class Search:
         """What is known of `mix`, or what comes out when it is built; None where as many were built as this search may."""
         known = self.log.of(mix)
         if known is not None:
+            output.note("it was measured in an earlier run already")
             return replace(known, predicted=predicted, cost=cost)
         if self._new == self.builds:
             return None
