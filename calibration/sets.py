@@ -23,6 +23,7 @@ from gemq.calibration.tokenize import cut_windows, read_limits, short
 from gemq.errors import IntegrityError, UsageError
 
 FORMAT_VERSION = 1
+ENDINGS = (".txt", ".jsonl", ".jsonl.gz")
 _HEADER = "gemq_calibration"
 
 
@@ -103,6 +104,23 @@ def digest(windows: Iterable[Sequence[int]], records: Iterable[MediaRecord] = ()
     return total.hexdigest()
 
 
+def require_source(spec: str, length: int, model_dir: Path) -> None:
+    """Refuse a calibration `spec` or `length` that can't be used, as far as that shows without reading data; raises UsageError."""
+    longest = read_limits(model_dir).max_length
+    if not 2 <= length <= (longest or length):
+        raise UsageError(f"--length {length} can't be used, this model takes 2 to {longest or 'any number of'} tokens",
+                         "choose a --length in that range")
+    path = Path(spec).expanduser()
+    if path.is_file() and spec != "self" and not path.name.endswith(ENDINGS):
+        raise UsageError(f"calibration file {path.name} has an unknown ending", f"use {', '.join(ENDINGS)}")
+    if spec == "self" or path.is_file() or (spec and path.is_dir()) or (hub.HUB_ID.fullmatch(spec) and not _looks_like_file(spec)):
+        return
+    if _looks_like_file(spec):
+        raise UsageError(f"there is no calibration file {spec}", "check the path; --calibration self needs no file")
+    raise UsageError(f"calibration {spec!r} is neither self, nor a file, nor a data set like org/name[:config][@revision]",
+                     "name a .txt or .jsonl file, a data set of the Hub, or self")
+
+
 def load_calibration(spec: str, *, model_dir: Path, samples: int, length: int, seed: int, split: str = "train", column: str | None = None,
                      pack: bool = False, device: str = "cpu", cache_dir: Path | None = None) -> CalibrationSet:
     """Exactly `samples` windows of at most `length` tokens for the checkpoint in `model_dir`.
@@ -115,10 +133,7 @@ def load_calibration(spec: str, *, model_dir: Path, samples: int, length: int, s
     """
     if samples < 1:
         raise UsageError(f"--samples {samples} asks for no calibration data", "use --samples 1 or more")
-    longest = read_limits(model_dir).max_length
-    if not 2 <= length <= (longest or length):
-        raise UsageError(f"--length {length} can't be used, this model takes 2 to {longest or 'any number of'} tokens",
-                         "choose a --length in that range")
+    require_source(spec, length, model_dir)
     common = {"length": length, "seed": seed}
     if spec == "self":
         from gemq.calibration.selfgen import generate_self_set
@@ -130,14 +145,9 @@ def load_calibration(spec: str, *, model_dir: Path, samples: int, length: int, s
     if path.is_file():
         documents = reader.known_ids(CalibrationSet.load(path).windows, path.name) if _is_saved_set(path) else reader.file_documents(path)
         described: dict[str, Any] = {"kind": "file", "name": path.name, "file_sha256": _file_sha256(path)}
-    elif (spec and path.is_dir()) or (hub.HUB_ID.fullmatch(spec) and not _looks_like_file(spec)):
+    else:
         dataset, described = hub.open_dataset(spec, split)
         documents = reader.dataset_documents(dataset, described["name"], seed)
-    elif _looks_like_file(spec):
-        raise UsageError(f"there is no calibration file {spec}", "check the path; --calibration self needs no file")
-    else:
-        raise UsageError(f"calibration {spec!r} is neither self, nor a file, nor a data set like org/name[:config][@revision]",
-                         "name a .txt or .jsonl file, a data set of the Hub, or self")
     taken = list(islice(_windows(documents, length, reader, pack=pack), samples))
     reader.report(path.name or spec)
     if len(taken) < samples:

@@ -30,6 +30,7 @@ import numpy as np
 from gemq.errors import IntegrityError
 
 CONFIDENCE = 0.95
+_LARGEST_EXPONENT = 500.0
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,26 @@ def cluster_mean(sums: Sequence[float], counts: Sequence[int], *, positive: bool
         return Estimate(value, None, None)
     left_out = (y.sum() - y) / (n.sum() - n)
     error = math.sqrt((records - 1) / records * float(((left_out - value) ** 2).sum()))
-    quantile = t_quantile(records - 1)
+    return Estimate(value, error, _upper(value, error, left_out, CONFIDENCE, positive=positive))
+
+
+def upper_bound(sums: Sequence[float], counts: Sequence[int], confidence: float, *, positive: bool = False) -> float | None:
+    """The one-sided upper bound of `cluster_mean` at another confidence than 95%, such as a Bonferroni correction asks for; None for one record."""
+    y, n = np.asarray(sums, dtype=np.float64), np.asarray(counts, dtype=np.float64)
+    estimate = cluster_mean(sums, counts, positive=positive)
+    if estimate.standard_error is None:
+        return None
+    return _upper(estimate.value, estimate.standard_error, (y.sum() - y) / (n.sum() - n), confidence, positive=positive)
+
+
+def _upper(value: float, error: float, left_out: np.ndarray, confidence: float, *, positive: bool) -> float:
+    records = len(left_out)
+    quantile = t_quantile(records - 1, confidence)
     pseudo = (records - 1) * (value - left_out)
     correction = max(_skewness(pseudo), 0.0) * (2 * quantile**2 + 1) / (6 * math.sqrt(records))
     reach = error * (quantile + correction)
-    return Estimate(value, error, value * math.exp(reach / value) if positive and value > 0 else value + reach)
+    # two records and a confidence near 1 give a quantile whose exponential is no float
+    return value * math.exp(min(reach / value, _LARGEST_EXPONENT)) if positive and value > 0 else value + reach
 
 
 def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:

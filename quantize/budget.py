@@ -10,14 +10,17 @@ from typing import Literal, get_args
 
 from gemq.errors import UsageError
 from gemq.eval.ppl import PplResult, RecordScore
-from gemq.eval.statistics import cluster_mean
+from gemq.eval.statistics import CONFIDENCE, cluster_mean, upper_bound
 from gemq.quantize.decisions import HEAD, HEAD_SCHEMES, KEEP, SCHEMES
 from gemq.quantize.journal import canonical
+from gemq.quantize.looks import confidence_of
 
 Objective = Literal["decode", "size", "throughput"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
-HELD_OUT_ONE_IN = 4  # of the records: never looked at while the search decides, told of the winner
+HELD_OUT_ONE_IN = 4  # of the records: never looked at while the search decides, reported for the winner
 FEWEST_TO_HOLD_OUT = 8
+_MOST_DECIMALS = 12
+_MOST_NATS = 20.0  # a bound above it is printed as "more than"
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Budget:
                 raise UsageError(f"--ppl-budget is {ppl!r}", "give a percentage such as 5%") from None
         assert value is not None
         if not (math.isfinite(value) and 0 < value <= 1):
-            raise UsageError(f"{name} is {ppl if ppl is not None else kl}", "give more than nothing and at most 100% (or 1 nat)")
+            raise UsageError(f"{name} is {ppl if ppl is not None else kl}", "give more than 0 and at most 100% (or 1 nat)")
         return cls(kind, value)  # type: ignore[arg-type]
 
     @property
@@ -56,13 +59,23 @@ class Budget:
         return f"ppl-{self.limit * 100:g}pct" if self.kind == "ppl" else f"kl-{self.limit:g}"
 
     def show(self, nats: float) -> str:
-        """`nats` as a person reads it: a percentage of perplexity, or nats."""
-        return f"{math.expm1(nats) * 100:+.2f}%" if self.kind == "ppl" else f"{nats:.4f} nats"
+        """`nats` as a percentage of perplexity, or in nats, with enough digits for the budget and for a difference from it."""
+        digits, fewest = -math.floor(math.log10(self.limit)), 2 if self.kind == "ppl" else 4
+        decimals = max(fewest, digits if self.kind == "ppl" else digits + 2)
+        while nats != self.nats and decimals < _MOST_DECIMALS and self._text(nats, decimals) == self._text(self.nats, decimals):
+            decimals += 1
+        return self._text(nats, decimals)
+
+    def _text(self, nats: float, decimals: int) -> str:
+        if nats > _MOST_NATS:
+            return f"more than {self._text(_MOST_NATS, decimals)}"
+        form = f".{decimals}f" if decimals <= _MOST_DECIMALS else ".3g"
+        return f"{math.expm1(nats) * 100:+{form}}%" if self.kind == "ppl" else f"{nats:{form}} nats"
 
 
 @dataclass(frozen=True)
 class Spent:
-    """What some records say of a checkpoint beside its source, in nats a token: log of the ratio of perplexities, and KL; with 95% bounds."""
+    """A checkpoint compared with its source on some records, in nats a token: log of the ratio of perplexities, and KL; with upper bounds."""
 
     records: int
     tokens: int
@@ -72,20 +85,21 @@ class Spent:
     kl_upper: float | None
 
     @classmethod
-    def of(cls, records: Sequence[RecordScore]) -> Spent | None:
-        """From records that were scored by both, with KL; None for none."""
+    def of(cls, records: Sequence[RecordScore], confidence: float = CONFIDENCE) -> Spent | None:
+        """From records that were scored by both, with KL, bounds at `confidence`, one-sided; None for no records."""
         if not records:
             return None
         counts = [record.tokens for record in records]
-        ratio = cluster_mean([record.nll_nats - (record.reference_nll_nats or 0.0) for record in records], counts)
-        kl = cluster_mean([record.kl_nats or 0.0 for record in records], counts, positive=True)
-        return cls(len(records), sum(counts), ratio.value, ratio.upper_95, kl.value, kl.upper_95)
+        ratios = [record.nll_nats - (record.reference_nll_nats or 0.0) for record in records]
+        kls = [record.kl_nats or 0.0 for record in records]
+        return cls(len(records), sum(counts), cluster_mean(ratios, counts).value, upper_bound(ratios, counts, confidence),
+                   cluster_mean(kls, counts).value, upper_bound(kls, counts, confidence, positive=True))  # fmt: skip
 
     def of_budget(self, budget: Budget) -> tuple[float, float]:
-        """(value, upper 95% bound) of what `budget` limits; raises UsageError where the data is too little for a bound."""
+        """(value, upper bound) of what `budget` limits; raises UsageError where the data is too little for a bound."""
         value, upper = (self.log_ratio, self.log_ratio_upper) if budget.kind == "ppl" else (self.kl, self.kl_upper)
         if upper is None:
-            raise UsageError("one record gives no bound to hold a budget to", "give at least two: --eval-records")
+            raise UsageError("one record gives no upper bound to compare with a budget", "give at least two: --eval-records")
         return value, upper
 
 
@@ -102,7 +116,11 @@ def judged_and_held_out(result: PplResult) -> tuple[list[RecordScore], list[Reco
 
 @dataclass(frozen=True)
 class Trial:
-    """A mix that was built and measured: its predicted harm in nats a token, what it costs, and what it spends of a budget."""
+    """A mix that was built and measured: its predicted harm in nats a token, what it costs, and what it spends of a budget.
+
+    `look` is its number among the mixes measured on the same records, from 1. The bounds of `judged` account for the number of looks
+    (`looks`); those of `held_out` are plain 95% bounds.
+    """
 
     mix: dict[str, str]
     predicted: float
@@ -112,6 +130,18 @@ class Trial:
     reference_ppl: float
     judged: Spent
     held_out: Spent | None
+    look: int = 1
+
+    @classmethod
+    def of(
+        cls, mix: dict[str, str], predicted: float, cost: float, size: tuple[int, float], result: PplResult, look: int
+    ) -> Trial:  # fmt: skip
+        """From what was measured; `size` is (bytes a token, bits a decoder weight)."""
+        judged, held_out = judged_and_held_out(result)
+        spent = Spent.of(judged, confidence_of(look))
+        assert spent is not None
+        assert result.reference_ppl is not None
+        return cls(mix, predicted, cost, *size, result.reference_ppl.value, spent, Spent.of(held_out), look)
 
     @property
     def digest(self) -> str:
@@ -140,5 +170,5 @@ def describe_mix(mix: dict[str, str]) -> str:
 
 
 def mix_digest(mix: dict[str, str]) -> str:
-    """The name of a mix: decision -> candidate."""
+    """A short name of `mix` (decision -> candidate): 12 hexadecimal digits."""
     return hashlib.sha256(canonical(mix)).hexdigest()[:12]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gemq.errors import UsageError
-from gemq.quantize.plan import Plan, Unit, make_plan, unit_bytes
+from gemq.quantize.plan import Plan, Unit, make_plan, rule_for, unit_bytes
 from gemq.quantize.recipe_checks import why_not
 from gemq.quantize.skeleton import Matrix, Skeleton
 from gemq.recipes.model import Recipe, Rule, Scheme
@@ -102,9 +102,21 @@ def search_plan(skeleton: Skeleton, recipe: Recipe, *, head: bool = True) -> Pla
     return make_plan(skeleton, plain)
 
 
-def decides_on_head(recipe: Recipe) -> bool:
-    """Whether a search under `recipe` may choose the head's scheme: no rule of the recipe has chosen it."""
-    return not any(HEAD in rule.match for rule in recipe.rules)
+def decides_on_head(recipe: Recipe, skeleton: Skeleton) -> bool:
+    """Whether a search under `recipe` may choose the head's scheme: no rule names the head, by its part or by a pattern."""
+    return not any(matrix.module == HEAD and rule_for(recipe, matrix) is not None for matrix in skeleton.matrices)
+
+
+def fixed_rules(recipe: Recipe, plan: Plan) -> list[Rule]:
+    """A rule for each matrix that `recipe` gives a scheme and the search does not decide on: tables, and a head that a rule names."""
+    decided = {matrix.module for decision in decisions_of(plan) for matrix in decision.matrices}
+    outside = [matrix for matrix in (*plan.skeleton.tables, *plan.skeleton.matrices) if matrix.is_table or matrix.module == HEAD]
+    found = []
+    for matrix in outside:
+        rule = rule_for(recipe, matrix)
+        if rule is not None and matrix.module not in decided:
+            found.append(rule.model_copy(update={"match": (HEAD if matrix.module == HEAD else matrix.kind.part,)}))
+    return found
 
 
 def decisions_of(plan: Plan) -> list[Decision]:
@@ -148,7 +160,7 @@ def refusals(plan: Plan, decision: Decision, candidates: Sequence[str]) -> dict[
 
 
 def require_useful(plan: Plan, candidates: Sequence[str]) -> None:
-    """Raise UsageError for a candidate that nothing in the model can take: its reason is said before anything is measured."""
+    """Raise UsageError, with the reason, for a candidate that nothing in the model can take."""
     decisions = [decision for decision in decisions_of(plan) if not decision.is_head]
 
     def useful(name: str) -> bool:

@@ -1,8 +1,8 @@
-"""What each byte buys: the mixes that the sensitivities predict to be best, from the coarsest to the source, beside those that were measured.
+"""What each byte buys: the mixes that the sensitivities predict to be best, from the coarsest to the source, and those that were measured.
 
 A predicted KL is the sum of what each decision's scheme alone did to the model. On text that the source writes itself, a mean KL is the
 logarithm of the ratio of perplexities; so exp(KL) is the predicted ratio, and on other text no more than an estimate. What the builds of a
-search came to over their predictions is told beside it, and draws a second curve.
+search measured over what was predicted is reported too, and draws a second curve.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gemq.quantize.plan import Plan
 from gemq.quantize.search import choices_of
 from gemq.quantize.sensitivity import Sensitivities
 
-LADDER = (0.20, 0.10, 0.05, 0.03, 0.02, 0.01, 0.005)  # budgets of perplexity that the table tells of, beside those asked for
+LADDER = (0.20, 0.10, 0.05, 0.03, 0.02, 0.01, 0.005)  # budgets of perplexity in the table, besides those asked for
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ def pareto(
     """The figure's and the table's data, as JSON types.
 
     `curve`: mixes by bytes a token, each one step after the one before it. `budgets`: the predicted mix for each, and what it bought over the
-    one before. `measured`: every build of `trials` (by data and objective), with bounds. `correction`: what was measured over what was
-    predicted, the median, of perplexity's logarithm and of KL; None without builds. Rows of budgets are corrected by it.
+    one before. `measured`: every build of `trials` (by data and recipe), with bounds that account for all builds of its recipe on its data.
+    `correction`: what was measured over what was predicted, the median, of perplexity's logarithm and of KL; None without builds. Rows of budgets
+    are corrected by it.
     """
     costs = _costs(units, candidates)
     choices = choices_of(units, found, candidates, "decode")

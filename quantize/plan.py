@@ -319,16 +319,22 @@ def with_format(recipe: Recipe, name: str) -> Recipe:
     return recipe.model_copy(update={"format": name})
 
 
+def rule_for(recipe: Recipe, matrix: Matrix) -> Rule | None:
+    """The first rule of `recipe` that names `matrix`, None where none does and it stays as it is."""
+    return next((rule for rule in recipe.rules if _matches(rule, matrix)), None)
+
+
 def with_head(recipe: Recipe, head: str) -> Recipe:
-    """`recipe` with a quantized untied head: `int4` or `int8`, channel-wise, or `keep`."""
+    """`recipe` with a head of its own scheme, whatever its rules say of the head: untied `int4` or `int8`, channel-wise, or `keep`."""
     rules = tuple(rule for rule in recipe.rules if rule.match != ("lm_head",))
-    if head == "keep":
-        return recipe.model_copy(update={"rules": rules})
-    bits = {"int4": 4, "int8": 8}.get(head)
-    if bits is None:
+    bits = {"int4": 4, "int8": 8, "keep": None}
+    if head not in bits:
         raise UsageError(f"--lm-head is {head!r}", "give int4, int8 or keep")
-    weights: dict[str, Any] = {"num_bits": bits, "strategy": "channel", "observer": "mse" if bits == 4 else "minmax"}
-    rule = Rule.model_validate({"match": ["lm_head"], "scheme": {"weights": weights}, "method": "rtn"})
+    scheme: Any = "keep"
+    if bits[head] is not None:
+        scheme = {"weights": {"num_bits": bits[head], "strategy": "channel", "observer": "mse" if bits[head] == 4 else "minmax"}}
+    # the first rule that matches decides, so this one is before a pattern or a rule of several parts that reaches the head too
+    rule = Rule.model_validate({"match": ["lm_head"], "scheme": scheme, **({} if scheme == "keep" else {"method": "rtn"})})
     return recipe.model_copy(update={"rules": (rule, *rules)})
 
 

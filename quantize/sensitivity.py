@@ -3,15 +3,14 @@
 The walk goes through the source as it is. At each unit the coarsest candidate is solved as a build would, put into the whole model, and
 KL(source || model) is measured on held-out windows. The others' KL is that, scaled by their errors, for KL is quadratic in a small error as
 the output's error is; and their errors are the coarsest's, scaled by what rounding to nearest makes of each, for what the solver gains is a
-factor that hardly depends on the grid. The head is measured at each of its schemes. What was measured is written down one decision at a time,
-and never measured again.
+factor that hardly depends on the grid. The head is measured at each of its schemes. What was measured is kept by decision and scheme
+(`measurements`), so that other candidates only add what is missing; harms are worked out from it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,14 +19,14 @@ from typing import Any
 import torch
 
 from gemq import output
-from gemq.atomic import write_file
 from gemq.errors import IntegrityError, UsageError
 from gemq.eval.local import LocalCheckpoint
 from gemq.quantize import gptq
-from gemq.quantize.decisions import KEEP, Decision, decisions_of, options_of
+from gemq.quantize.decisions import HEAD, HEAD_SCHEMES, KEEP, SCHEMES, Decision, decisions_of, options_of
 from gemq.quantize.experts import solve_experts
 from gemq.quantize.held_out import HeldOut, cut
 from gemq.quantize.journal import canonical
+from gemq.quantize.measurements import Measured, Measurements
 from gemq.quantize.plan import Plan, Unit
 from gemq.quantize.rtn import round_to_nearest
 from gemq.quantize.scales import restore
@@ -36,7 +35,8 @@ from gemq.recipes.model import Scheme
 from gemq.shards import ShardReader
 from gemq.source import Source
 
-VERSION = 2  # of the method: what an earlier one measured is measured again
+VERSION = 3  # of the method: what an earlier one measured is measured again
+FEWEST_WINDOWS = 4
 _HELD_OUT_SHARE = 8  # of the calibration windows one in so many is kept for measuring KL
 _SOLVED_ON = 16  # windows that the candidates are solved on: a ranking needs fewer than a checkpoint
 _ROWS_AT_ONCE = 1 << 24  # weights of the head in float32 at a time
@@ -54,14 +54,15 @@ class Split:
     @classmethod
     def of(cls, windows: Sequence[Sequence[int]]) -> Split:
         """The last eighth of `windows` (two at least) is held out; raises UsageError for fewer than four."""
-        if len(windows) < 4:
-            raise UsageError(f"the search has {len(windows)} calibration windows", "give at least 4: some are held out to measure on")
+        if len(windows) < FEWEST_WINDOWS:
+            raise UsageError(f"the search has {len(windows)} calibration windows",
+                             f"give at least {FEWEST_WINDOWS}: some are held out to measure on")  # fmt: skip
         held_out = max(2, len(windows) // _HELD_OUT_SHARE)
         solved = [tuple(window) for window in windows[: len(windows) - held_out]]
-        # a window that stands there twice would be judged on what it was fitted to
+        # a window that is in both parts would be judged on what it was fitted to
         scored = [window for window in map(tuple, windows[-held_out:]) if window not in set(solved)]
         if not scored:
-            raise UsageError("every calibration window held out to measure on stands among the others too", "calibrate on distinct windows")
+            raise UsageError("every calibration window held out to measure on is among the others too", "calibrate on distinct windows")
         return cls(tuple(solved[:_SOLVED_ON]), tuple(map(tuple, cut(scored))))
 
     @property
@@ -70,72 +71,65 @@ class Split:
         return hashlib.sha256(canonical([[list(window) for window in part] for part in (self.solved_on, self.scored_on)])).hexdigest()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sensitivities:
-    """Decision -> candidate -> harm (KL, nats a token) and output error (relative), as far as they are measured; kept in a JSON file.
+    """Decision -> candidate -> harm (KL, nats a token) and output error (relative), worked out from what was measured.
 
-    `tokens` counts the tokens that went through the whole model for it, walk and KL, over all runs.
+    `identity` is what the measurements depend on; `tokens` counts the tokens that went through the whole model for them, over all runs.
     """
 
-    path: Path
     identity: dict[str, Any]
     harm: dict[str, dict[str, float]] = field(default_factory=dict)
     error: dict[str, dict[str, float]] = field(default_factory=dict)
     tokens: float = 0.0
 
-    @classmethod
-    def open(cls, path: Path, identity: dict[str, Any]) -> Sensitivities:
-        """What the file holds of the same identity; an unreadable or foreign one is measured anew, and said so."""
-        made = cls(path, json.loads(canonical(identity)))
-        if not path.exists():
-            return made
-        try:
-            held = json.loads(path.read_bytes())
-            if held["identity"] == made.identity:
-                made.harm, made.error, made.tokens = dict(held["harm"]), dict(held["error"]), float(held["tokens"])
-                return made
-            reason = "are of another source, calibration, candidate list or version"
-        except (ValueError, KeyError, TypeError, OSError):
-            reason = "can't be read"
-        output.warn(f"the sensitivities in {path} {reason}: measuring again")
-        return made
 
-    @property
-    def digest(self) -> str:
-        """The identity in short."""
-        return hashlib.sha256(canonical(self.identity)).hexdigest()
-
-    def add(self, unit: str, harm: dict[str, float], error: dict[str, float]) -> None:
-        """Record a decision and write the file, whole or not at all."""
-        self.harm[unit], self.error[unit] = harm, error
-        self.save()
-
-    def save(self) -> None:
-        """Write the file."""
-        document = {"identity": self.identity, "harm": self.harm, "error": self.error, "tokens": self.tokens}
-        write_file(self.path, canonical(document))
+def method_of(plan: Plan) -> dict[str, Any]:
+    """What a measurement depends on that is gemq's: the method's version, the schemes' definitions, the solver's options."""
+    schemes = {label: scheme.model_dump(mode="json") for label, scheme in SCHEMES.items()}
+    head = {label: scheme.model_dump(mode="json") for label, scheme in HEAD_SCHEMES.items()}
+    return {"method": VERSION, "schemes": schemes, "head schemes": head, "gptq": plan.recipe.gptq.model_dump(mode="json")}
 
 
-def identity_of(plan: Plan, split: Split, candidates: Sequence[str], more: Mapping[str, Any]) -> dict[str, Any]:
-    """What sensitivities depend on: `more` (source, calibration, versions, device), the windows, candidates, decisions and solver."""
-    return {**more, "method": VERSION, "candidates": list(candidates), "windows": split.digest,
-            "decisions": [decision.name for decision in decisions_of(plan)], "gptq": plan.recipe.gptq.model_dump()}  # fmt: skip
+def identity_of(plan: Plan, split: Split, more: Mapping[str, Any]) -> dict[str, Any]:
+    """All that a measurement of a decision under a scheme depends on: `more` (source, calibration, versions, device), windows and method."""
+    return {**more, "windows": split.digest, **method_of(plan)}
+
+
+def worked_out(plan: Plan, candidates: Sequence[str], measured: Measurements) -> Sensitivities:
+    """Harm and error of every decision of `plan` under each candidate that it can take; raises KeyError where a measurement is missing."""
+    made = Sensitivities(measured.identity, tokens=measured.tokens)
+    for decision in decisions_of(plan):
+        made.harm[decision.name], made.error[decision.name] = _harms(plan, decision, candidates, measured.of(decision.name))
+    return made
+
+
+def measured_candidates(plan: Plan, measured: Measurements) -> tuple[str, ...]:
+    """The candidates that every unit that can take them was measured under, the kept weight last; empty where there is none."""
+    units = [(decision, measured.of(decision.name)) for decision in decisions_of(plan) if not decision.is_head]
+
+    def is_known(label: str) -> bool:
+        able = [found for decision, found in units if label in options_of(plan, decision, (label,))]
+        return bool(able) and all(label in found.nearest or label in found.error for found in able)
+
+    known = tuple(label for label in SCHEMES if is_known(label))
+    return (*known, KEEP) if known else ()
 
 
 def measure(
     source: Source, reader: ShardReader, plan: Plan, windows: Sequence[Sequence[int]], candidates: Sequence[str], *, path: Path, device: str,
     identity: Mapping[str, Any],
 ) -> Sensitivities:  # fmt: skip
-    """The sensitivities of `plan`'s decisions to `candidates`, measured where the file at `path` has none.
+    """The sensitivities of `plan`'s decisions to `candidates`; only what the file at `path` does not hold is measured.
 
     `windows` are the calibration set's, split as `Split.of` says. Raises UsageError for fewer than four, IntegrityError for a source that
     makes no finite predictions.
     """
     split, decisions = Split.of(windows), decisions_of(plan)
-    found = Sensitivities.open(path, identity_of(plan, split, candidates, identity))
-    missing = [decision for decision in decisions if decision.name not in found.harm]
+    measured = Measurements.open(path, identity_of(plan, split, identity))
+    missing = [decision for decision in decisions if _missing(plan, decision, candidates, measured.of(decision.name))]
     if not missing:
-        return found
+        return worked_out(plan, candidates, measured)
     with (
         LocalCheckpoint.open(str(source.directory)).loaded(device, "float32") as loaded,
         output.progress("sensitivities", len(decisions), "units") as advance,
@@ -144,63 +138,76 @@ def measure(
             advance(len(decisions) - len(missing))
         model = HeldOut(loaded, split.scored_on)
 
-        def add(decision: Decision, harm: dict[str, float], error: dict[str, float]) -> None:
-            found.tokens, model.tokens = found.tokens + model.tokens, 0.0
-            found.add(decision.name, harm, error)
+        def add(decision: Decision, found: Measured) -> None:
+            measured.tokens, model.tokens = measured.tokens + model.tokens, 0.0
+            measured.add(decision.name, found)
+            harm, _ = _harms(plan, decision, candidates, found)
             advance(1, f"{decision.name} " + " ".join(f"{name} {value:.1e}" for name, value in harm.items() if name != KEEP))
 
         if any(not decision.is_head for decision in missing):
-            _Through(plan, reader, decisions, candidates, model, found, add).walk(split.solved_on, device)
+            _Through(plan, reader, missing, candidates, model, measured, add).walk(split.solved_on, device)
         for decision in missing:
             if decision.is_head:
-                add(decision, *_try_head(plan, reader, decision, candidates, model, torch.device(device)))
-    return found
+                add(decision, _try_head(plan, reader, decision, candidates, model, torch.device(device), measured.of(decision.name)))
+    return worked_out(plan, candidates, measured)
 
 
 class _Through:
-    """The walk through the source that stops at every decision that is not measured yet."""
+    """The walk through the source that stops at every decision of which something is missing."""
 
     def __init__(
-        self, plan: Plan, reader: ShardReader, decisions: Sequence[Decision], candidates: Sequence[str], model: HeldOut, found: Sensitivities,
-        add: Callable[[Decision, dict[str, float], dict[str, float]], None],
+        self, plan: Plan, reader: ShardReader, missing: Sequence[Decision], candidates: Sequence[str], model: HeldOut, measured: Measurements,
+        add: Callable[[Decision, Measured], None],
     ) -> None:  # fmt: skip
-        self._plan, self._reader, self._candidates, self._model, self._found, self._add = plan, reader, candidates, model, found, add
-        self._of = {unit.name: decision for decision in decisions for unit in decision.units}
+        self._plan, self._reader, self._candidates, self._model, self._measured, self._add = plan, reader, candidates, model, measured, add
+        self._missing = {unit.name: decision for decision in missing for unit in decision.units}
+        self._layers = {decision.layer for decision in missing if not decision.is_head}
 
     def walk(self, windows: Sequence[Sequence[int]], device: str) -> None:
         Walk(self._plan, self._reader, windows, device).run(Walker(self._restored, self._solve, lambda index: None, self._solve_experts))
-        self._found.tokens += sum(map(len, windows))
-        self._found.save()
+        self._measured.tokens += sum(map(len, windows))
+        self._measured.save()
 
     def _restored(self, unit: Unit) -> list[torch.Tensor] | None:
-        if self._of[unit.name].is_head:
+        if unit.name == HEAD:
             return []
-        # a layer is replayed when all of it is measured: the walk goes through the source's own weights in any case
-        layer = [decision.name for decision in self._of.values() if decision.layer == unit.layer and not decision.is_head]
-        if not all(name in self._found.harm for name in layer):
+        # a layer of which nothing is missing is replayed: the walk goes through the source's own weights in any case
+        if unit.layer in self._layers:
             return None
         return [self._reader.read(matrix.tensor).to(torch.float32) for matrix in unit.matrices]
 
     def _solve(self, unit: Unit, weights: list[torch.Tensor], hessian: gptq.Hessian | None) -> list[torch.Tensor]:
         assert hessian is not None
-        decision = self._of[unit.name]
-        if decision.name not in self._found.harm:
+        decision = self._missing.pop(unit.name, None)
+        if decision is not None:
             moments = hessian.mean(unit.name)
-            self._add(decision, *_try_linears(self._plan, decision, weights, moments, self._candidates, self._model))
+            known = self._measured.of(decision.name)
+            self._add(decision, _try_linears(self._plan, decision, weights, moments, self._candidates, self._model, known))
         return weights
 
     def _solve_experts(self, units: list[Unit], module: Any, rows_of: Callable[[int], torch.Tensor]) -> None:
-        decision = self._of[units[0].name]
-        if decision.name not in self._found.harm:
-            self._add(decision, *_try_experts(self._plan, decision, module, rows_of, self._candidates, self._model))
+        decision = self._missing.pop(units[0].name, None)
+        if decision is not None:
+            known = self._measured.of(decision.name)
+            self._add(decision, _try_experts(self._plan, decision, module, rows_of, self._candidates, self._model, known))
+
+
+def _missing(plan: Plan, decision: Decision, candidates: Sequence[str], known: Measured) -> bool:
+    """Whether `known` lacks something that the harms of `candidates` are worked out from."""
+    try:
+        _harms(plan, decision, candidates, known)
+    except KeyError:
+        return True
+    return False
 
 
 def _try_linears(
-    plan: Plan, decision: Decision, weights: Sequence[torch.Tensor], moments: torch.Tensor, candidates: Sequence[str], model: HeldOut
-) -> tuple[dict[str, float], dict[str, float]]:
+    plan: Plan, decision: Decision, weights: Sequence[torch.Tensor], moments: torch.Tensor, candidates: Sequence[str], model: HeldOut, known: Measured
+) -> Measured:
+    """`known` and what is missing: the coarsest candidate is solved and put into the model, all are rounded to nearest."""
     probe, others = _probe(plan, decision, candidates)
     if probe is None:
-        return {KEEP: 0.0}, {KEEP: 0.0}
+        return known
     stacked, sizes = torch.cat(list(weights)), [weight.shape[0] for weight in weights]
 
     def nearest(label: str) -> float:
@@ -208,46 +215,50 @@ def _try_linears(
         rounded, spacing = round_to_nearest(stacked, scheme, moments.diagonal())
         return gptq.output_error(stacked, rounded, spacing, scheme, moments)
 
+    found = known.with_nearest({label: nearest(label) for label in (probe, *others) if label not in known.nearest})
+    if probe in found.kl:
+        return found
     scheme = _scheme(decision, probe).weights
     stored, scales = gptq.solve(stacked, gptq.factorize(moments, plan.recipe.gptq, decision.name), scheme)
-    error = {probe: gptq.output_error(stacked, stored, scales, scheme, moments)}
-    gained = error[probe] / max(nearest(probe), 1e-30) if others else 1.0
-    error |= {label: gained * nearest(label) for label in others}
-    return _harms(decision, probe, error, model.kl(decision, restore(stored, scales, scheme).split(sizes)))
+    error = gptq.output_error(stacked, stored, scales, scheme, moments)
+    kl = model.kl(decision, restore(stored, scales, scheme).split(sizes))
+    return found.with_kl(probe, _finite(decision, probe, kl)).with_error(probe, error)
 
 
 def _try_experts(
-    plan: Plan, decision: Decision, module: Any, rows_of: Callable[[int], torch.Tensor], candidates: Sequence[str], model: HeldOut
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Every candidate is solved, expert by expert; the coarsest's weights go into the model, all of the layer's experts at once."""
+    plan: Plan, decision: Decision, module: Any, rows_of: Callable[[int], torch.Tensor], candidates: Sequence[str], model: HeldOut, known: Measured
+) -> Measured:
+    """`known` and what is missing: each candidate is solved, expert by expert; the coarsest's weights go into the model, all experts at once."""
     probe, others = _probe(plan, decision, candidates)
     if probe is None:
-        return {KEEP: 0.0}, {KEEP: 0.0}
+        return known
     leaves = [matrix.kind.path.rpartition(".")[2] for matrix in decision.matrices]
     own = [getattr(module, leaf).data.clone() for leaf in leaves]
-    error, coarsest = {}, []
+    found, coarsest = known, None
     for label in (probe, *others):
+        if label in known.error and (label != probe or probe in known.kl):
+            continue
         units = [dataclasses.replace(unit, scheme=_scheme(decision, label)) for unit in decision.units]
         solutions = solve_experts(units, module, rows_of, plan.recipe.gptq)
         for _ in solutions:  # each expert's weights are replaced as it goes
             pass
         reports = solutions.reports.values()
-        error[label] = sum(float(report.get("output_error", report.get("weight_error", 0.0))) for report in reports) / len(units)
+        found = found.with_error(label, sum(float(report.get("output_error", report.get("weight_error", 0.0))) for report in reports) / len(units))
         if label == probe:
             coarsest = [getattr(module, leaf).data.clone() for leaf in leaves]
         for leaf, weight in zip(leaves, own, strict=True):
             getattr(module, leaf).data.copy_(weight)
-    return _harms(decision, probe, error, model.kl(decision, coarsest))
+    return found if coarsest is None else found.with_kl(probe, _finite(decision, probe, model.kl(decision, coarsest)))
 
 
 def _try_head(
-    plan: Plan, reader: ShardReader, decision: Decision, candidates: Sequence[str], model: HeldOut, device: torch.device
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Every candidate in the model: no layer is computed for it."""
+    plan: Plan, reader: ShardReader, decision: Decision, candidates: Sequence[str], model: HeldOut, device: torch.device, known: Measured
+) -> Measured:
+    """`known` and what is missing; every candidate is put into the model, for which no layer is computed."""
     (matrix,) = decision.matrices
-    harm, error = {}, {}
+    found = known
     for label in options_of(plan, decision, candidates):
-        if label == KEEP:
+        if label == KEEP or label in known.kl:
             continue
         scheme, sums = _scheme(decision, label).weights, [0.0, 0.0]
 
@@ -260,9 +271,9 @@ def _try_head(
                 sums[1] += rows.square().sum().item()
                 yield first, restored
 
-        harm[label] = _finite(decision, label, model.kl_of_head(pieces(), matrix.out_features))
-        error[label] = sums[0] / max(sums[1], 1e-30)
-    return {**harm, KEEP: 0.0}, {**error, KEEP: 0.0}
+        kl = _finite(decision, label, model.kl_of_head(pieces(), matrix.out_features))
+        found = found.with_kl(label, kl).with_error(label, sums[0] / max(sums[1], 1e-30))
+    return found
 
 
 def _scheme(decision: Decision, label: str) -> Scheme:
@@ -278,9 +289,23 @@ def _probe(plan: Plan, decision: Decision, candidates: Sequence[str]) -> tuple[s
     return (None, []) if probe is None else (probe.label, [option.label for option in options if option is not probe])
 
 
-def _harms(decision: Decision, probe: str, error: dict[str, float], measured: float) -> tuple[dict[str, float], dict[str, float]]:
-    """Harm and error by label, from the errors of weights alone and the KL with the probe's; rounded inputs add their own error."""
-    scale = _finite(decision, probe, measured) / max(error[probe], 1e-30)
+def _harms(plan: Plan, decision: Decision, candidates: Sequence[str], known: Measured) -> tuple[dict[str, float], dict[str, float]]:
+    """(harm, error) by label, worked out from what is known; raises KeyError where something is missing.
+
+    What the solver gains over rounding to nearest is taken as the probe's for every scheme; rounded inputs add their own error.
+    """
+    probe, others = _probe(plan, decision, candidates)
+    if probe is None:
+        return {KEEP: 0.0}, {KEEP: 0.0}
+    labels = (probe, *others)
+    if decision.is_head:
+        return {**{label: known.kl[label] for label in labels}, KEEP: 0.0}, {**{label: known.error[label] for label in labels}, KEEP: 0.0}
+    if decision.is_experts:
+        error = {label: known.error[label] for label in labels}
+    else:
+        gained = known.error[probe] / max(known.nearest[probe], 1e-30)
+        error = {probe: known.error[probe], **{label: gained * known.nearest[label] for label in others}}
+    scale = known.kl[probe] / max(error[probe], 1e-30)
     whole = {label: value + (_FP8_INPUT_ERROR if _scheme(decision, label).input_activations else 0.0) for label, value in error.items()}
     return {**{label: scale * value for label, value in whole.items()}, KEEP: 0.0}, {**whole, KEEP: 0.0}
 

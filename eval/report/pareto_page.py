@@ -10,8 +10,8 @@ from gemq.eval.report.tables import NONE, Section, Table, number, percent, rows_
 from gemq.eval.report.write import publish
 
 _WHAT = ("Grey and black lines are predictions: the sum of what each unit's scheme alone did to the source on held-out windows, and that sum "
-         "times what the builds came to. Blue points were measured on finished checkpoints; whiskers end at the one-sided 95% bound, which is "
-         "what a budget binds on.")  # fmt: skip
+         "times what the builds came to. Blue points were measured on finished checkpoints; whiskers end at the one-sided bound "
+         "that a budget limits; the bounds of all builds of one recipe on the same records hold together with 95% confidence.")  # fmt: skip
 
 
 def pareto_section(data: dict[str, Any]) -> Section:

@@ -13,10 +13,10 @@ from tests.quantize.small_jobs import make_job, windows
 from gemq.errors import OverBudgetError, UsageError
 from gemq.eval.kl import evaluate_kl
 from gemq.eval.ppl import RecordScore, evaluate_ppl
-from gemq.eval.statistics import cluster_mean
+from gemq.eval.statistics import cluster_mean, upper_bound
 from gemq.eval.windows import write_records
-from gemq.quantize import search as searching
-from gemq.quantize.budget import Budget, Spent, Trial, judged_and_held_out
+from gemq.quantize import explore as exploring
+from gemq.quantize.budget import Budget, Spent, judged_and_held_out
 from gemq.quantize.decisions import (
     DEFAULT_CANDIDATES,
     HEAD,
@@ -29,12 +29,17 @@ from gemq.quantize.decisions import (
     require_useful,
     search_plan,
 )  # fmt: skip
+from gemq.quantize.looks import confidence_of
+from gemq.quantize.measurements import Measured, Measurements
 from gemq.quantize.overlap import require_disjoint
-from gemq.quantize.search import Search, Trials
-from gemq.quantize.sensitivity import Sensitivities, Split, measure
+from gemq.quantize.search import Search, recipe_of
+from gemq.quantize.search_state import SearchState
+from gemq.quantize.sensitivity import Split, measure
 from gemq.quantize.skeleton import load_skeleton
+from gemq.quantize.trials import Trials
 from gemq.quantize.verify import verify_against_source
 from gemq.recipes.model import load_recipe
+from gemq.source import file_hashes
 
 
 @pytest.mark.parametrize(
@@ -91,10 +96,10 @@ def test_what_was_measured_is_not_measured_again_and_a_stop_loses_one_unit(measu
     job, _, found, _ = measured
     path = tmp_path / "s.json"
     added = []
-    original = Sensitivities.add
+    original = Measurements.add
 
-    def counting(self, unit, harm, error):
-        original(self, unit, harm, error)
+    def counting(self, unit, measured):
+        original(self, unit, measured)
         added.append(unit)
         if len(added) == 6:
             raise KeyboardInterrupt
@@ -104,10 +109,10 @@ def test_what_was_measured_is_not_measured_again_and_a_stop_loses_one_unit(measu
         plan = search_plan(skeleton, job.plan.recipe)
         return measure(job.source, reader, plan, job.calibration.windows, DEFAULT_CANDIDATES, path=path, device="cpu", identity={})
 
-    monkeypatch.setattr(Sensitivities, "add", counting)
+    monkeypatch.setattr(Measurements, "add", counting)
     with pytest.raises(KeyboardInterrupt):
         go()
-    assert len(json.loads(path.read_bytes())["harm"]) == 6
+    assert len(json.loads(path.read_bytes())["units"]) == 6
     resumed = go()
     assert len(added) == len(found.harm)
     for unit, harms in found.harm.items():
@@ -116,26 +121,33 @@ def test_what_was_measured_is_not_measured_again_and_a_stop_loses_one_unit(measu
     assert len(added) == len(found.harm)
 
 
-def test_sensitivities_of_something_else_or_damaged_are_measured_anew_with_a_word(tmp_path, capsys):
+def test_sensitivities_of_something_else_or_damaged_are_measured_again_with_a_warning(tmp_path, capsys):
     path = tmp_path / "s.json"
-    Sensitivities.open(path, {"source": "a"}).add("unit", {KEEP: 0.0}, {KEEP: 0.0})
-    assert Sensitivities.open(path, {"source": "a"}).harm
-    assert not Sensitivities.open(path, {"source": "b"}).harm
+    Measurements.open(path, {"source": "a"}).add("unit", Measured({"int8": 0.1}))
+    assert Measurements.open(path, {"source": "a"}).of("unit").kl == {"int8": 0.1}
+    assert not Measurements.open(path, {"source": "b"}).units
     path.write_bytes(b"{")
-    assert not Sensitivities.open(path, {"source": "a"}).harm
+    assert not Measurements.open(path, {"source": "a"}).units
     assert "measuring again" in capsys.readouterr().err
 
 
-def make_search(measured, gemma3, folder, budget, **options):
+def open_log(folder, identity=None):
+    state = SearchState.open(folder)
+    state.make()
+    return state, Trials.open(state, identity or {"sensitivities": "s", "judged on": {}})
+
+
+def make_search(measured, gemma3, folder, budget, candidates=DEFAULT_CANDIDATES, **options):
     _, units, found, data = measured
-    (folder / "state").mkdir(parents=True, exist_ok=True)
+    state, log = open_log(folder / "state")
     made = make_job(gemma3, folder / "out", "w4a16-g32")
 
     def judge(directory):
         return evaluate_ppl(str(directory), data, reference=str(gemma3), with_kl=True, dtype="float32", kept=folder / "state" / "kept"), []
 
-    return Search(made, units, found, budget, DEFAULT_CANDIDATES, "decode", folder / "state", judge, "records", {"judged_on": "records.jsonl"},
-                  **options)  # fmt: skip
+    known = tuple(trial.digest for trial in log.all())
+    return Search(made, units, found, budget, candidates, "decode", state, log, known, judge, file_hashes(gemma3),
+                  {"judged_on": "records.jsonl"}, **options)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +161,9 @@ def test_the_winner_meets_the_budget_on_disk_and_costs_less_than_int8(measured, 
     found, _ = won
     again = evaluate_kl(str(found.directory), measured[3], reference=str(gemma3), dtype="float32")
     kept = [record for place, record in enumerate(again.per_record) if place % 4 != 3]
-    bound = cluster_mean([record.kl_nats for record in kept], [record.tokens for record in kept], positive=True).upper_95
+    sums, counts = [record.kl_nats for record in kept], [record.tokens for record in kept]
+    bound = upper_bound(sums, counts, confidence_of(found.trial.look), positive=True)
+    assert bound > cluster_mean(sums, counts, positive=True).upper_95
     assert bound == pytest.approx(found.trial.judged.kl_upper, rel=1e-3)
     assert bound <= 0.02
     assert found.trial.bits_per_decoder_weight < 8
@@ -171,6 +185,8 @@ def test_the_manifest_and_the_card_tell_what_was_searched_tried_and_rejected(mea
     for trial in told["tried"]:
         assert trial["chosen"] == (trial["why_not"] == "")
         assert trial["met"] == (trial["upper"] <= 0.02)
+    assert told["bound"]["looks"] == len(told["tried"])
+    assert sorted(trial["look"] for trial in told["tried"]) == list(range(1, len(told["tried"]) + 1))
     assert told["held_out"]["records"] == 2
     chosen = {name: entry["chosen"] for name, entry in told["decisions"].items()}
     assert chosen == found.trial.mix
@@ -180,52 +196,43 @@ def test_the_manifest_and_the_card_tell_what_was_searched_tried_and_rejected(mea
     card = (found.directory / "README.md").read_text()
     assert "## How the schemes were chosen" in card
     assert all(f"| {trial['mix']} |" in card for trial in told["tried"])
-    assert "2 records that the search never looked at" in card
+    assert "2 held-out records, which the search did not use" in card
 
 
-def test_a_larger_budget_starts_from_what_is_known_and_buys_fewer_bytes(measured, gemma3, won):
+def counted_builds(patch):
+    """The mixes that are built from now on."""
+    builds, original = [], Search._built
+
+    def counting(self, job, name, mix, predicted, cost):
+        builds.append(mix)
+        return original(self, job, name, mix, predicted, cost)
+
+    patch.setattr(Search, "_built", counting)
+    return builds
+
+
+def test_a_larger_budget_starts_from_what_is_known_and_buys_fewer_bytes(measured, gemma3, won, monkeypatch):
     _, folder = won
-    builds = []
-    before = len(Trials.open(folder / "state", measured[2], "records", "decode").all())
+    before = len(open_log(folder / "state")[1].all())
     loose = make_search(measured, gemma3, folder, Budget("kl", 0.08))
     (folder / "out").rename(folder / "first")
-    original = Search._build
-
-    def counting(self, mix, predicted, cost):
-        builds.append(mix)
-        return original(self, mix, predicted, cost)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Search, "_build", counting)
-        found = loose.run()
-        assert found.trial.bytes_per_token < won[0].trial.bytes_per_token
-        assert len(Trials.open(folder / "state", measured[2], "records", "decode").all()) == before + len(builds)
-        # the first budget again: its winner is known, and built once more without any search
-        (folder / "out").rename(folder / "second")
-        builds.clear()
-        again = make_search(measured, gemma3, folder, Budget("kl", 0.02)).run()
+    builds = counted_builds(monkeypatch)
+    found = loose.run()
+    assert found.trial.bytes_per_token < won[0].trial.bytes_per_token
+    assert len(open_log(folder / "state")[1].all()) == before + len(builds)
+    # the first budget again: its winner is known, and built and measured once more without any search
+    (folder / "out").rename(folder / "second")
+    builds.clear()
+    again = make_search(measured, gemma3, folder, Budget("kl", 0.02)).run()
     assert again.trial.mix == won[0].trial.mix
     assert builds == [again.trial.mix]
 
 
 def test_no_mix_good_enough_says_how_near_the_best_came_and_publishes_nothing(measured, gemma3, tmp_path, monkeypatch):
-    monkeypatch.setattr(searching, "allocate", lambda choices, limit: {unit: options[0] for unit, options in choices.items()})
+    monkeypatch.setattr(exploring, "allocate", lambda choices, limit: {unit: options[0] for unit, options in choices.items()})
     with pytest.raises(OverBudgetError, match=r"nearest of 1 builds has the bound .* nats at \d\.\d\d bits"):
         make_search(measured, gemma3, tmp_path, Budget("kl", 1e-6)).run()
     assert not (tmp_path / "out").exists()
-
-
-def test_trials_of_other_sensitivities_are_forgotten_and_damaged_ones_told_of(measured, tmp_path, capsys):
-    spent = Spent(6, 100, 0.01, 0.02, 0.01, 0.02)
-    trial = Trial({"a": "int8"}, 0.01, 1.0, 10, 8.0, 20.0, spent, None)
-    Trials.open(tmp_path, measured[2], "d", "decode").add(trial)
-    assert Trials.open(tmp_path, measured[2], "d", "decode").of({"a": "int8"}) == trial
-    assert not Trials.open(tmp_path, measured[2], "d", "size").all()
-    other = Sensitivities(tmp_path / "x", {"source": "another"})
-    assert not Trials.open(tmp_path, other, "d", "decode").all()
-    (tmp_path / "trials.json").write_text('{"sensitivities": 1')
-    assert not Trials.open(tmp_path, measured[2], "d", "decode").all()
-    assert "can't be read" in capsys.readouterr().err
 
 
 def test_every_fourth_record_is_held_out_once_there_are_eight():
@@ -284,8 +291,8 @@ def test_a_tied_head_costs_a_token_its_bytes_and_the_disk_nothing_until_it_is_un
     assert options[KEEP].disk_bytes == 0
     assert options[KEEP].token_bytes == 2 * skeleton.text.vocab_size * skeleton.text.hidden_size
     assert options["int8"].disk_bytes == options["int8"].token_bytes > options["int4-channel"].token_bytes
-    assert decides_on_head(load_recipe("w4a16"))
-    assert not decides_on_head(load_recipe("w4a16-fast"))
+    assert decides_on_head(load_recipe("w4a16"), skeleton)
+    assert not decides_on_head(load_recipe("w4a16-fast"), skeleton)
     assert HEAD not in [decision.name for decision in decisions_of(search_plan(skeleton, load_recipe("w4a16"), head=False))]
 
 
@@ -336,7 +343,7 @@ def test_all_experts_of_a_layer_are_one_decision_and_are_measured_together(tmp_p
         harms = found.harm[decision.name]
         assert harms["int4-g32"] > harms["int8"] > harms[KEEP] == 0
     mix = {decision.name: "int4-g32" if decision.is_experts else "int8" for decision in decisions_of(units)}
-    recipe = searching.recipe_of(job.plan.recipe, units, mix, "mixed", "a mix")
+    recipe = recipe_of(job.plan.recipe, units, mix, "mixed", "a mix")
     plan = make_job(directory, tmp_path / "mixed", recipe).plan
     assert {unit.scheme.label() for unit in plan.units if unit.matrices[0].experts} == {"int4 g32"}
     assert {unit.scheme.label() for unit in plan.units if not unit.matrices[0].experts} == {"int8 channel"}

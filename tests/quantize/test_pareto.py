@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import random
 from pathlib import Path
 
@@ -16,13 +17,16 @@ from gemq.cli import app
 from gemq.errors import UsageError
 from gemq.quantize.budget import Budget, Spent, Trial
 from gemq.quantize.decisions import DEFAULT_CANDIDATES, HEAD, KEEP, decisions_of, options_of, search_plan
+from gemq.quantize.measurements import Measured, Measurements
 from gemq.quantize.pareto import pareto, sensitivity_map
-from gemq.quantize.search import Trials, recipe_of
-from gemq.quantize.search_run import SENSITIVITIES_FILE
-from gemq.quantize.sensitivity import VERSION, Sensitivities
+from gemq.quantize.search import recipe_of
+from gemq.quantize.search_run import stored_sensitivities
+from gemq.quantize.search_state import SearchState, short_digest
+from gemq.quantize.sensitivity import method_of, worked_out
 from gemq.quantize.skeleton import load_skeleton
+from gemq.quantize.trials import Trials
 from gemq.recipes.model import load_recipe
-from gemq.source import file_hashes
+from gemq.source import Source, file_hashes
 
 
 def made_up(source: Path, path: Path) -> tuple:
@@ -31,20 +35,18 @@ def made_up(source: Path, path: Path) -> tuple:
     skeleton, _ = load_skeleton(source)
     units = search_plan(skeleton, load_recipe("w4a16-g32"))
     decisions = decisions_of(units)
-    identity = {"source": file_hashes(source), "method": VERSION, "candidates": list(DEFAULT_CANDIDATES), "decisions": [d.name for d in decisions]}
-    found = Sensitivities(path, identity)
+    measured = Measurements.open(path, {"source": file_hashes(source), **method_of(units)})
     for decision in decisions:
         worst = draw.uniform(0.001, 0.01)
         labels = [label for label in options_of(units, decision, DEFAULT_CANDIDATES) if label != KEEP]
-        harm = {label: worst / 3**place for place, label in enumerate(labels)} | {KEEP: 0.0}
-        found.harm[decision.name], found.error[decision.name] = harm, harm
-    found.save()
-    return units, found
+        harm = {label: worst / 3**place for place, label in enumerate(labels)}
+        measured.add(decision.name, Measured(harm, harm, harm))
+    return units, worked_out(units, DEFAULT_CANDIDATES, measured)
 
 
 @pytest.fixture(scope="module")
 def known(gemma3, tmp_path_factory):
-    return made_up(gemma3, tmp_path_factory.mktemp("state") / SENSITIVITIES_FILE)
+    return made_up(gemma3, tmp_path_factory.mktemp("state") / "sensitivities-made-up.json")
 
 
 def trial(value: float, predicted: float, size: int = 400_000) -> Trial:
@@ -125,8 +127,9 @@ def test_the_map_has_every_unit_at_its_coarsest(known):
 def test_the_command_reads_what_a_search_left_behind(gemma3, tmp_path, capfd):
     state, out = tmp_path / "state", tmp_path / "out"
     state.mkdir()
-    _, found = made_up(gemma3, state / SENSITIVITIES_FILE)
-    Trials.open(state, found, "data", "decode").add(trial(0.03, 0.02))
+    _, found = made_up(gemma3, state / "sensitivities-made-up.json")
+    identity = {"sensitivities": short_digest(found.identity), "judged on": {"sha256": "0", "records": 8}}
+    Trials.open(SearchState.open(state), identity).add(trial(0.03, 0.02))
     arguments = ["pareto", str(gemma3), "--recipe", "w4a16-g32", "--search-state", str(state), "--ppl-budget", "4%", "--device", "cpu"]
     result = CliRunner().invoke(app, [*arguments, "--output", str(out), "--json"])
     assert result.exception is None, result.exception
@@ -140,7 +143,7 @@ def test_the_command_reads_what_a_search_left_behind(gemma3, tmp_path, capfd):
     assert "Measured: every build" in page
     assert "+4.00% (asked for)" in page
     assert json.loads((out / "pareto.json").read_text()) == printed["pareto"]
-    for more, word in ((["--output", str(out)], "exists"), (["--ppl-budget", "0%"], "more than nothing"), (["--data", "none.txt"], "no file"),
+    for more, word in ((["--output", str(out)], "exists"), (["--ppl-budget", "0%"], "more than 0"), (["--data", "none.txt"], "not a file"),
                        (["--candidates", "int3"], "int3"), (["--recipe", "none"], "none")):  # fmt: skip
         error = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "other"), *more]).exception
         assert isinstance(error, UsageError), (more, error)
@@ -165,3 +168,55 @@ def test_where_nothing_is_measured_yet_it_is_measured_as_a_search_does(gemma3, t
     assert result.exception is None, result.exception
     assert asked == [(5, DEFAULT_CANDIDATES)]
     assert "0 builds measured, the rest is predicted" in result.output
+
+
+@pytest.mark.parametrize("place", ["state", "output"])
+def test_a_place_that_can_t_be_written_to_is_a_usage_error_before_anything_is_measured(gemma3, tmp_path, monkeypatch, place):
+    monkeypatch.setattr("gemq.calibration.sets.load_calibration", lambda name, **options: pytest.fail("calibrated before the check"))
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != closed and real(path, mode))  # root may write anywhere
+    state, out = (closed / "s", tmp_path / "out") if place == "state" else (tmp_path / "s", closed / "out")
+    error = CliRunner().invoke(app, ["pareto", str(gemma3), "--search-state", str(state), "--output", str(out), "--device", "cpu"]).exception
+    assert isinstance(error, UsageError)
+    assert str(closed) in error.message
+    assert not list(closed.iterdir())
+
+
+def test_a_directory_that_the_system_refuses_to_make_is_a_usage_error(gemma3, tmp_path, monkeypatch):
+    from gemq.calibration.sets import CalibrationSet
+
+    monkeypatch.setattr("gemq.calibration.sets.load_calibration", lambda name, **options: CalibrationSet.of([[2, 3]] * 8, {}))
+    taken = tmp_path / "taken"
+    taken.write_text("a file of the user's")
+    arguments = ["pareto", str(gemma3), "--output", str(tmp_path / "out"), "--device", "cpu", "--search-state"]
+    assert isinstance(CliRunner().invoke(app, [*arguments, str(taken)]).exception, UsageError)
+    assert isinstance(CliRunner().invoke(app, [*arguments, str(taken / "inside")]).exception, UsageError)
+    real = os.mkdir
+
+    def refuse(path, *more, **options):
+        if Path(path).name == "refused":
+            raise PermissionError(13, "Permission denied", str(path))
+        real(path, *more, **options)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    error = CliRunner().invoke(app, [*arguments, str(tmp_path / "refused")]).exception
+    assert isinstance(error, UsageError)
+    assert "Permission denied" in error.message
+    assert taken.read_text() == "a file of the user's"
+
+
+def test_candidates_that_are_measured_are_used_and_others_are_not_made_up(gemma3, tmp_path):
+    state = tmp_path / "state"
+    state.mkdir()
+    made_up(gemma3, state / "sensitivities-made-up.json")
+    source = Source(gemma3.name, "local", gemma3, None)
+    recipe = load_recipe("w4a16-g32")
+    named = stored_sensitivities(source, recipe, SearchState.open(state), None, head=True)[2]
+    assert named == DEFAULT_CANDIDATES
+    assert stored_sensitivities(source, recipe, SearchState.open(state), ("int4-g128", "int8", KEEP), head=True)[2] == ("int4-g128", "int8", KEEP)
+    # a coarsest scheme that was never put into the model, and one that was never tried
+    assert stored_sensitivities(source, recipe, SearchState.open(state), ("fp8", KEEP), head=True) is None
+    other = recipe.model_copy(update={"gptq": recipe.gptq.model_copy(update={"dampening": 0.5})})
+    assert stored_sensitivities(source, other, SearchState.open(state), None, head=True) is None

@@ -128,6 +128,34 @@ def test_the_head_option_adds_replaces_and_removes_the_heads_rule(gemma3):
         with_head(load_recipe("w4a16"), "int5")
 
 
+@pytest.mark.parametrize("match", ["[decoder, lm_head]", "['re:.*']", "['re:lm_head']", "['re:(lm_|.*_proj)']", "[lm_head, decoder, 're:.*head']"])
+def test_the_head_option_wins_over_every_rule_that_reaches_the_head(gemma3, match):
+    skeleton, _ = load_skeleton(gemma3)
+    decoder = "" if "_proj" in match or "decoder" in match or ".*']" in match else (
+        "\n  - match: [decoder]\n    scheme: {weights: {num_bits: 8, strategy: channel}}")  # fmt: skip
+    text = f"version: 1\nname: mine\nsummary: s\nrules:\n  - match: {match}\n    scheme: {{weights: {{num_bits: 8, strategy: channel}}}}{decoder}\n"
+    recipe = parse_recipe(text, "mine.yaml")
+    others = {name for name in make_plan(skeleton, recipe).quantized_matrices if name != "lm_head"}
+    assert others
+    assert "lm_head" in make_plan(skeleton, recipe).quantized_matrices
+    for head, label in (("keep", None), ("int4", "int4 channel"), ("int8", "int8 channel")):
+        made = make_plan(skeleton, with_head(recipe, head)).quantized_matrices
+        assert ("lm_head" in made) == (label is not None), head
+        assert label is None or made["lm_head"].scheme.label() == label
+        assert {name for name in made if name != "lm_head"} == others
+    # the last option given is the one that counts
+    assert "lm_head" not in make_plan(skeleton, with_head(with_head(recipe, "int4"), "keep")).quantized_matrices
+    assert "lm_head" in make_plan(skeleton, with_head(with_head(recipe, "keep"), "int4")).quantized_matrices
+
+
+def test_the_head_option_wins_over_a_rule_that_keeps_the_head(gemma3):
+    skeleton, _ = load_skeleton(gemma3)
+    text = GOOD.replace("rules:", "rules:\n  - match: ['re:.*head.*', 're:.*layers.1.mlp.*']\n    scheme: keep")
+    made = make_plan(skeleton, with_head(parse_recipe(text, "mine.yaml"), "int8")).quantized_matrices
+    assert made["lm_head"].scheme.label() == "int8 channel"
+    assert not [name for name in made if "layers.1.mlp" in name]
+
+
 def test_a_plan_covers_every_tensor_of_the_source_once(gemma3_multimodal):
     skeleton, reader = load_skeleton(gemma3_multimodal)
     plan = make_plan(skeleton, load_recipe("w4a16"))

@@ -48,7 +48,7 @@ def pareto(
 
     require_matplotlib()
     if data is not None and not data.is_file():
-        raise UsageError(f"--data {data} is no file", "give a .txt or .jsonl file")
+        raise UsageError(f"--data {data} is not a file", "give a .txt or .jsonl file")
 
     from gemq.memory import import_transformers_alone
 
@@ -60,8 +60,11 @@ def pareto(
     from gemq.quantize.pareto import pareto as compute
     from gemq.quantize.pareto import sensitivity_map
     from gemq.quantize.plan import with_head
-    from gemq.quantize.search import Trials
-    from gemq.quantize.search_run import load_sensitivities, stored_sensitivities
+    from gemq.quantize.preview import require_windows, require_writable
+    from gemq.quantize.search_run import Prepared, stored_sensitivities
+    from gemq.quantize.search_state import RECORD_FILE, SearchState, require_state_apart
+    from gemq.quantize.skeleton import load_skeleton
+    from gemq.quantize.trials import Trials
     from gemq.recipes.model import load_recipe
     from gemq.source import default_name, resolve
 
@@ -69,30 +72,35 @@ def pareto(
              if made is not None]  # fmt: skip
     named = None if candidates is None else parse_candidates(candidates)
     used = load_recipe(recipe)
-    head = lm_head is None and decides_on_head(used)
     used = used if lm_head is None else with_head(used, lm_head)
     default = default_name(model, used.name)
     state, target = search_state or Path(f"{default}.search"), output_dir or Path(f"{default}-pareto")
     atomic.require_absent(target)
     chosen = choose(device)
     source = resolve(model, revision)
+    head = decides_on_head(used, load_skeleton(source.directory)[0])
     require_separate(target, source.directory)
-    require_separate(state, source.directory, option="--search-state")
-    stored = stored_sensitivities(source, used, state, head=head)
-    if stored is None or (named is not None and set(named) != set(stored[2])):
+    require_writable(target)
+    require_state_apart(state, source.directory, target)
+    kept = SearchState.open(state)
+    stored = stored_sensitivities(source, used, kept, named, head=head)
+    if stored is None:
         from gemq.calibration.sets import load_calibration
 
+        require_windows(samples)
+        require_writable(state / RECORD_FILE)
+        named = named or DEFAULT_CANDIDATES
         windows = load_calibration(calibration, model_dir=source.directory, samples=samples, length=length, seed=seed, split=split, column=column,
                                    pack=pack, device=chosen)  # fmt: skip
-        named = named or DEFAULT_CANDIDATES
-        atomic.make_parent(state)
-        state.mkdir(exist_ok=True)
+        kept.make()
         with atomic.locked(state), atomic.disk_errors(state):
-            units, found = load_sensitivities(source, used, windows, named, state, chosen, head=head)
+            kept = SearchState.open(state)  # as it is now that nobody else writes to it
+            prepared = Prepared.of(source, used, windows, named, chosen, head=head)
+            units, found = prepared.units, prepared.sensitivities(source, windows, named, kept, chosen)
     else:
         units, found, named = stored
-        output.note(f"the sensitivities of {len(found.harm)} units are those in {state}")
-    made = compute(units, found, named, asked, Trials.open(state, found, "", "").everywhere)
+    trials = {log.judged_on: log.all() for log in Trials.every(kept, found.identity)}
+    made = compute(units, found, named, asked, trials)
     made |= _reference(source, data, records, chosen, made["measured"])
     index = write_pareto(target, Path(model).name, made, sensitivity_map(units, found, named))
     output.table(

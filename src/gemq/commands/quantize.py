@@ -12,11 +12,10 @@ from gemq.errors import GemqError, UsageError
 
 if TYPE_CHECKING:
     from gemq.eval.ppl import PplResult
-    from gemq.quantize.budget import Budget
     from gemq.quantize.job import Job
     from gemq.quantize.plan import Plan
     from gemq.quantize.run import Outcome
-    from gemq.quantize.search_run import BudgetData
+    from gemq.quantize.search_run import BudgetData, Order
     from gemq.quantize.skeleton import Skeleton
     from gemq.shards import ShardReader
     from gemq.source import Source
@@ -55,7 +54,11 @@ def quantize(
     gpu_memory: Annotated[
         str | None, typer.Option(help="What to take of each GPU at most, such as 20GiB; the rest waits in host memory and in a file. Default: 8GiB.")
     ] = None,
-    resume: Annotated[str, typer.Option(help="auto, required or never: what to do with an unfinished run.")] = "auto",
+    resume: Annotated[
+        str,
+        typer.Option(help="An unfinished run, or search, of the same options: auto goes on with it, required refuses to start without one, never "
+                          "discards it, and what is kept of such a search."),
+    ] = "auto",
     ppl_budget: Annotated[
         str | None, typer.Option(help="Search the fastest mix of schemes whose perplexity, at its upper 95% bound, is at most this much worse: 5%.")
     ] = None,
@@ -106,8 +109,8 @@ def quantize(
 
     default = default_name(model, used.name)
     target = output_directory or Path(default if budget is None else f"{default}-{budget.label}")
-    if not dry_run:
-        atomic.require_absent(target)
+    atomic.require_absent(target)
+    state = search_state or target.parent / f"{default}.search"
     if lm_head is not None:
         used = with_head(used, lm_head)
     if format_ is not None:
@@ -142,13 +145,31 @@ def quantize(
     plan = make_plan(skeleton, used)
     require_pairs(plan)
     _tell_of(source, skeleton, reader)
+    from gemq.calibration.sets import load_calibration, require_source
+    from gemq.quantize import preview
+
+    preview.require_writable(target)
+    if resume == "required":
+        preview.require_unfinished(target if budget is None else state, is_search=budget is not None)
+    if used.needs_calibration or budget is not None:
+        require_source(calibration, length, source.directory)
+    if measure_on is not None:
+        preview.require_records(measure_on, eval_records, None if reader is None else source.directory, for_budget=budget is not None)
+    order, searched = None, None
+    if budget is not None:
+        from gemq.quantize.search_run import Order
+        from gemq.quantize.search_state import RECORD_FILE, require_state_apart
+
+        preview.require_windows(samples)
+        preview.require_writable(state / RECORD_FILE)
+        require_state_apart(state, source.directory, target)
+        order = Order(budget, named, objective, search_builds, decides_on_head(used, skeleton), resume)  # type: ignore[arg-type]
+        searched = preview.search_preview(plan, order, eval_records)
     if dry_run:
-        _show_plan(plan, samples, length, chosen, max(1, len(together)), gpu_memory_bytes)
+        _show_plan(plan, samples, length, chosen, max(1, len(together)), gpu_memory_bytes, searched)
         return
     if reader is None:
         raise UsageError(f"{source.directory} has a config.json and no weights", "fetch the weights too; --dry-run works without them")
-
-    from gemq.calibration.sets import load_calibration
     from gemq.quantize.job import Job
     from gemq.quantize.run import quantize as make_checkpoint
 
@@ -165,15 +186,13 @@ def quantize(
             pack=pack,
             device=chosen,
         )
-    if budget is not None:
+    if order is not None:
         from gemq.quantize.search_run import BudgetData
 
         assert measure_on is not None
-        state = search_state or target.parent / f"{default}.search"
         job = Job(source, plan, reader, windows, target, seed, chosen, "auto", gpu_memory_bytes)
         # another seed than the calibration's, so that nothing is judged on what it was fitted to
-        judged_on = BudgetData(measure_on, eval_records, length, seed + 1)
-        _search(job, budget, named, objective, state, search_builds, judged_on, lm_head is None and decides_on_head(used))
+        _search(job, order, state, BudgetData(measure_on, eval_records, length, seed + 1))
         return
     results: list[PplResult] = []
 
@@ -209,11 +228,12 @@ def _tell_of(source: Source, skeleton: Skeleton, reader: ShardReader | None) -> 
         output.note(f"left out of the checkpoint, since no server reads them: {shown}")
 
 
-def _search(job: Job, budget: Budget, candidates: tuple[str, ...], objective: str, state: Path, builds: int, data: BudgetData, head: bool) -> None:
-    """The fastest mix within `budget`, published at the job's output and told of."""
+def _search(job: Job, order: Order, state: Path, data: BudgetData) -> None:
+    """The fastest mix within the budget, published at the job's output and printed."""
     from gemq.quantize.search_run import run_search
 
-    won = run_search(job, budget, candidates, objective, state, builds, data, head=head)  # type: ignore[arg-type]
+    budget = order.budget
+    won = run_search(job, order, state, data)
     output.table(
         f"within {budget.show(budget.nats)}", ("", "bits a weight", "a token reads", "predicted KL", "measured", "95% bound", "mix"),
         [("chosen" if trial is won.trial else "", f"{trial.bits_per_decoder_weight:.2f}", output.human_bytes(trial.bytes_per_token),
@@ -221,23 +241,26 @@ def _search(job: Job, budget: Budget, candidates: tuple[str, ...], objective: st
     )  # fmt: skip
     search = won.manifest["search"]
     lines = [f"{won.directory}: {won.trial.bits_per_decoder_weight:.2f} bits a decoder weight, bound {budget.show(won.trial.upper(budget))} "
-             f"of {budget.show(budget.nats)} on {won.trial.judged.records} records"]  # fmt: skip
+             f"of {budget.show(budget.nats)} on {won.trial.judged.records} records",
+             f"the 95% bounds hold for all {search['bound']['looks']} checkpoints measured on these records together "
+             "(Bonferroni correction)"]  # fmt: skip
     if search["held_out"] is None:
         lines.append("none of the records was held out from the search: with eight or more (--eval-records) every fourth is")
     else:
-        lines.append(f"on {search['held_out']['records']} records that the search never looked at: {search['held_out']['told']}")
+        lines.append(f"on {search['held_out']['records']} held-out records, which the search did not use: {search['held_out']['told']}")
         if not search["held_out"]["within"]:
-            output.warn(f"the records held out say {search['held_out']['told']}, above the budget: measure on more (--eval-records)")
-    lines += [f"seal sha256:{won.seal}", f"what was measured stays in {state} for the next budget and for gemq pareto"]
+            output.warn(f"on the held-out records it is {search['held_out']['told']}, above the budget: measure on more (--eval-records)")
+    lines += [f"seal sha256:{won.seal}", f"what was measured is kept in {state} for the next budget and for gemq pareto"]
     output.result({"checkpoint": str(won.directory), "seal": won.seal, "search": search}, "\n".join(lines))
 
 
 def _measuring_data(eval_data: str) -> str | None:
-    """None, "self", or a file that is there: found out before hours are spent."""
+    """None, "self", or a .txt or .jsonl file: found out before hours are spent."""
     if eval_data in ("none", "self"):
         return None if eval_data == "none" else eval_data
-    if not Path(eval_data).is_file():
-        raise UsageError(f"--eval-data {eval_data} is no file", "give self, none, or a .txt or .jsonl file")
+    if not Path(eval_data).is_file() or Path(eval_data).suffix not in (".txt", ".jsonl"):
+        why = "does not end in .txt or .jsonl" if Path(eval_data).is_file() else "is not a file"
+        raise UsageError(f"--eval-data {eval_data} {why}", "give self, none, or a .txt or .jsonl file")
     return eval_data
 
 
@@ -268,7 +291,9 @@ def _measure(
         return evaluated(path, None)
 
 
-def _show_plan(plan: Plan, samples: int, length: int, device: str, devices: int, gpu_memory_bytes: int | None) -> None:
+def _show_plan(
+    plan: Plan, samples: int, length: int, device: str, devices: int, gpu_memory_bytes: int | None, searched: tuple[dict[str, Any], list[str]] | None
+) -> None:  # fmt: skip
     from gemq.quantize.estimate import estimate
     from gemq.quantize.plan import describe_units
 
@@ -303,7 +328,8 @@ def _show_plan(plan: Plan, samples: int, length: int, device: str, devices: int,
         {"architecture": architecture, "recipe": plan.recipe.model_dump(mode="json"), "decoder_linears": linears, "quantized_linears": quantized,
          "units": rows, "bytes": {"source": size, "checkpoint": made, "per_token_source": before, "per_token_checkpoint": after},
          "bits_per_decoder_weight": plan.bits_per_weight(), "expected": expected.to_json(),
-         "smoothing": {name: pair.tensor for name, pair in plan.pairs.items()}},
+         "smoothing": {name: pair.tensor for name, pair in plan.pairs.items()},
+         **({} if searched is None else {"search": searched[0]})},
         "\n".join((
             f"decoder linears  {quantized} of {linears} quantized, {plan.bits_per_weight():.2f} bits a weight",
             f"checkpoint       {output.human_bytes(size)} -> {output.human_bytes(made)} on disk",
@@ -311,6 +337,7 @@ def _show_plan(plan: Plan, samples: int, length: int, device: str, devices: int,
             *smoothing,
             f"{each:<17}about {output.human_bytes(expected.memory_bytes)} of memory{gpu}, {output.human_seconds(expected.seconds)} "
             f"for {tokens} calibration tokens on {where}",
+            *([] if searched is None else searched[1]),
         )),
     )  # fmt: skip
 
