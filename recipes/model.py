@@ -5,19 +5,35 @@ Schemes speak compressed-tensors' terms. A recipe is read from YAML, checked her
 
 from __future__ import annotations
 
+import json
+import re
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gemq.errors import UsageError
+from gemq.recipes import strict_yaml
 
 Part = Literal["decoder", "attention", "mlp", "experts", "ple", "lm_head", "embedding", "ple_embedding"]
 PARTS: tuple[str, ...] = ("decoder", "attention", "mlp", "experts", "ple", "lm_head", "embedding", "ple_embedding")
 TABLE_PARTS = ("embedding", "ple_embedding")  # looked up: rounded to nearest, whatever the recipe's method
+DECODER_PARTS = ("attention", "mlp", "experts")  # what `decoder` means
 MARLIN_GROUP_SIZES = (32, 64, 128)
+_EVERYTHING = ("re:.*", "re:.+", "re:^.*", "re:.*$")
+_ENDS_IN_WEIGHT = re.compile(r"weight\)*(\$|\\Z)?\)*$")
+
+
+def _whole_number(value: Any) -> Any:
+    """`value` if it is an int: a Literal takes true for 1 and 4.0 for 4."""
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is not a whole number")
+    return value
+
+
+_WholeNumber = BeforeValidator(_whole_number)
 
 
 class _Frozen(BaseModel):
@@ -27,7 +43,7 @@ class _Frozen(BaseModel):
 class WeightScheme(_Frozen):
     """How a weight matrix [out, in] is stored: `num_bits` integers or floats with one scale a group of inputs, or a row."""
 
-    num_bits: Literal[4, 8]
+    num_bits: Annotated[Literal[4, 8], _WholeNumber]
     type: Literal["int", "float"] = "int"
     strategy: Literal["group", "channel"] = "group"
     group_size: int | None = None
@@ -59,7 +75,7 @@ class WeightScheme(_Frozen):
 class ActivationScheme(_Frozen):
     """How a quantized linear's input is rounded while serving: one scale a token, found on the fly."""
 
-    num_bits: Literal[8] = 8
+    num_bits: Annotated[Literal[8], _WholeNumber] = 8
     type: Literal["int", "float"]
     strategy: Literal["token"] = "token"
     dynamic: Literal[True] = True
@@ -112,9 +128,29 @@ class Rule(_Frozen):
     @classmethod
     def _known_parts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for entry in value:
-            if entry not in PARTS and not entry.startswith("re:"):
+            if entry.startswith("re:"):
+                _require_pattern(entry)
+            elif entry not in PARTS:
                 raise ValueError(f"{entry!r} is neither a part ({', '.join(PARTS)}) nor a pattern on source names (re:...)")
+            if value.count(entry) > 1:
+                raise ValueError(f"{entry!r} is given twice: leave one out")
         return value
+
+
+def _require_pattern(entry: str) -> None:
+    """Raise ValueError if `entry` (re:...) is not a regular expression, or one that can't match the name of a linear."""
+    pattern = entry.removeprefix("re:")
+    if not pattern.strip():
+        raise ValueError(f"{entry!r} has an empty pattern: give a regular expression after re:, or the part decoder")
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(
+            f"{entry!r} is not a valid regular expression: {error}; patterns are Python's and match from the start of a name, as in "
+            r"'re:.*layers\.3\.mlp\.'"
+        ) from None
+    if _ENDS_IN_WEIGHT.search(pattern):
+        raise ValueError(f"{entry!r} can't match: names are compared without .weight, like model.layers.0.mlp.up_proj; leave it out")
 
 
 class Gptq(_Frozen):
@@ -154,7 +190,7 @@ class Smoothing(_Frozen):
 class Recipe(_Frozen):
     """What to make of a decoder. Modules that no rule matches stay as they are."""
 
-    version: Literal[1]
+    version: Annotated[Literal[1], _WholeNumber]
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
     summary: str = Field(min_length=1)
     method: Literal["gptq", "rtn"] = "gptq"
@@ -198,58 +234,70 @@ def load_recipe(name_or_path: str) -> Recipe:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"recipe {path} can't be read: {error}", f"give a YAML file, or one of {', '.join(built_in_names())}"
-            ) from None
+            why = f"it is not UTF-8 text: {error}" if isinstance(error, UnicodeDecodeError) else error.strerror or error
+            raise UsageError(f"recipe {path} can't be read: {why}", f"give a YAML file, or one of {', '.join(built_in_names())}") from None
         return parse_recipe(text, str(path))
     if name_or_path not in built_in_names():
         raise UsageError(f"there is no recipe {name_or_path!r}", f"choose one of {', '.join(built_in_names())}, or give a YAML file")
     return parse_recipe(files("gemq.recipes").joinpath(f"{name_or_path}.yaml").read_text(encoding="utf-8"), name_or_path)
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader takes the last of two equal keys in silence; this one refuses."""
-
-
-def _no_duplicates(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
-    for key in keys:
-        if isinstance(key, (dict, list)) or keys.count(key) > 1:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands there twice or is no plain key", node.start_mark)
-    return loader.construct_mapping(node, deep=True)
-
-
-_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _no_duplicates)
-
-
 def parse_recipe(text: str, origin: str) -> Recipe:
     """The recipe in `text`; `origin` names it in errors."""
     try:
-        data = yaml.load(text, _StrictLoader)
-    except (yaml.YAMLError, RecursionError, ValueError, LookupError, TypeError, AttributeError) as error:  # PyYAML raises all of them
+        data = strict_yaml.read(text)
+    except ValueError as error:
         raise UsageError(
-            f"recipe {origin} is no valid YAML: {_yaml_reason(error)}", "mend the file: `gemq recipes show w4a16` prints one that works"
+            f"recipe {origin} is not valid YAML: {error}", "correct the file: `gemq recipes show w4a16` prints a valid one"
         ) from None
     if not isinstance(data, dict):
-        raise UsageError(f"recipe {origin} must be a mapping with version, name, summary and rules", "`gemq recipes show w4a16` prints one")
+        found = "empty" if data is None else f"a {type(data).__name__}"
+        raise UsageError(
+            f"recipe {origin} is {found}; a mapping with version, name, summary and rules is valid", "`gemq recipes show w4a16` prints one"
+        )
     try:
-        return Recipe.model_validate(data)
+        # as JSON, whose lists pydantic takes for tuples where it takes no string for a number
+        recipe = Recipe.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         problems = "; ".join(_explain(problem) for problem in _own_problems(error.errors()))
-        raise UsageError(f"recipe {origin}: {problems}", "`gemq recipes show w4a16` prints one that works") from None
+        raise UsageError(f"recipe {origin}: {problems}", "`gemq recipes show w4a16` prints a valid one") from None
+    _require_rules_that_apply(recipe, origin)
+    return recipe
 
 
-def _yaml_reason(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    if mark is None:
-        return str(error)[:200] or type(error).__name__
-    return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', None) or 'it breaks off'}"
+def _require_rules_that_apply(recipe: Recipe, origin: str) -> None:
+    """Raise UsageError for a rule that can't apply since earlier ones match all that it names, as far as their entries show that."""
+    covered: dict[str, int] = {}  # entry -> the first rule that matches all of it
+    for place, rule in enumerate(recipe.rules):
+        by = sorted({covered[entry] for entry in rule.match if entry in covered})
+        if all(entry in covered for entry in rule.match):
+            earlier = ", ".join(f"rules.{number} {list(recipe.rules[number].match)}" for number in by)
+            raise UsageError(
+                f"recipe {origin}: rules.{place} {list(rule.match)} never applies: the first rule that matches wins, and {earlier} matches "
+                "all of it",
+                f"leave rules.{place} out, or put it before rules.{by[0]}",
+            )
+        matched = set(rule.match)
+        if not matched.isdisjoint(_EVERYTHING):
+            matched |= {*_EVERYTHING, *PARTS} - set(TABLE_PARTS)
+        if "decoder" in matched:
+            matched |= set(DECODER_PARTS)
+        for entry in matched:
+            covered.setdefault(entry, place)
+        if covered.keys() >= set(DECODER_PARTS):
+            covered.setdefault("decoder", place)
 
 
 # where a key stands -> the model whose keys are valid there
 _MODEL_AT: dict[str, type[_Frozen]] = {
     "rules": Rule, "scheme": Scheme, "weights": WeightScheme, "input_activations": ActivationScheme, "gptq": Gptq,
     "tuning": Tuning, "smoothing": Smoothing,
+}  # fmt: skip
+
+
+_VALID_TYPES = {
+    "bool_type": "true or false", "int_type": "a whole number", "float_type": "a number", "string_type": "text", "tuple_type": "a list",
+    "model_type": "a mapping",
 }  # fmt: skip
 
 
@@ -269,4 +317,6 @@ def _explain(problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         owner = next((_MODEL_AT[step] for step in reversed(loc[:-1]) if step in _MODEL_AT), Recipe)
         return f"unknown key {where} (valid: {', '.join(owner.model_fields)})"
+    if problem["type"] in _VALID_TYPES:
+        return f"{where or 'recipe'}: {problem['input']!r:.60} is not valid: give {_VALID_TYPES[problem['type']]}"
     return f"{where or 'recipe'}: {problem['msg'].removeprefix('Value error, ')}"

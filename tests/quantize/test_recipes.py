@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
 
+from gemq.cli import app
 from gemq.errors import UsageError
 from gemq.quantize.plan import make_plan, with_head
 from gemq.quantize.skeleton import load_skeleton
@@ -37,13 +39,13 @@ def test_built_in_recipes_load_say_what_they_trade_and_come_back_from_their_yaml
         (("group_size: 32", "group_size: 48"), "group_size is 48, vLLM's kernels take 32, 64, 128"),
         (("[decoder]", "[decodr]"), "'decodr' is neither a part"),
         (("[decoder]", "[]"), r"rules\.0\.match"),
-        (("name: mine", "name: mine\nname: yours"), "'name' stands there twice"),
+        (("name: mine", "name: mine\nname: yours"), "'name' is given twice"),
         (("strategy: group, group_size: 32", "strategy: channel, group_size: 32"), "takes no group_size"),
         (("num_bits: 4", "num_bits: 8, type: float"), "type: float takes"),
         (("name: mine", "name: ../../etc"), "name"),
         (("num_bits: 4", "num_bits: 4, symmetric: false"), "symmetric"),
-        (("rules:", "rules: {"), "no valid YAML"),
-        (("version: 1", "- version"), "no valid YAML"),
+        (("rules:", "rules: {"), "not valid YAML"),
+        (("version: 1", "- version"), "not valid YAML"),
     ],
 )
 def test_a_bad_recipe_is_refused_by_key_and_valid_values(edit, says):
@@ -84,7 +86,6 @@ def rule(match: str, scheme: str = "{weights: {num_bits: 4, strategy: group, gro
         (rule("[ple_embedding]"), "matches no linear", "no such table"),
         (rule("['re:.*embed_tokens']"), "matches no linear", r"match: [embedding]"),
         (rule("['re:model.layers.9.*']"), "matches no linear", "patterns match from the start"),
-        (rule("['re:.*(']"), "no regular expression", "mend"),
         (rule("['re:.*q_proj']"), "splits layers.0.self_attn.qkv_proj, which vLLM fuses", "one scheme"),
         (rule("['re:.*norm']"), "matches no linear", "only decoder linears"),
     ],
@@ -163,3 +164,74 @@ def test_a_plan_covers_every_tensor_of_the_source_once(gemma3_multimodal):
     assert {spec.name for spec in plan.copied} | replaced == set(reader.tensors)
     assert not {spec.name for spec in plan.copied} & replaced
     assert len(replaced) == 4 * 7
+
+
+MORE_RULE = "  - match: {0}\n    scheme: keep\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (GOOD.replace("[decoder]", "['re:.*(']"), r"rules\.0\.match: 're:\.\*\(' is not a valid regular expression"),
+        (GOOD.replace("[decoder]", "['re:*']"), r"rules\.0\.match.*not a valid regular expression"),
+        (GOOD.replace("[decoder]", r"['re:.*q_proj\.weight$']"), r"rules\.0\.match.*without \.weight"),
+        (GOOD.replace("[decoder]", "['re:.*(q_proj|k_proj).weight']"), r"without \.weight"),
+        (GOOD.replace("[decoder]", "['re:']"), "empty pattern"),
+        (GOOD.replace("[decoder]", "[mlp, mlp]"), "'mlp' is given twice"),
+        (GOOD.replace("[decoder]", "decoder"), r"rules\.0\.match: 'decoder' is not valid: give a list"),
+        (GOOD + MORE_RULE.format("[decoder]"), r"rules\.1 \['decoder'\] never applies.*rules\.0"),
+        (GOOD + MORE_RULE.format("[mlp, attention]"), r"rules\.1 .*never applies"),
+        (GOOD.replace("[decoder]", "['re:.*']") + MORE_RULE.format("[lm_head]"), r"rules\.1 .*never applies"),
+        (GOOD.replace("[decoder]", "['re:a']") + MORE_RULE.format("['re:a']"), r"rules\.1 .*never applies"),
+        (GOOD.replace("[decoder]", "[attention, mlp]") + MORE_RULE.format("[experts]") + MORE_RULE.format("[decoder]"), r"rules\.2 .*never"),
+        (GOOD + "    optional: yes\n", r"rules\.0\.optional: 'yes' is not valid: give true or false"),
+        (GOOD.replace("group_size: 32", 'group_size: "32"'), r"group_size: '32' is not valid: give a whole number"),
+        (GOOD.replace("group_size: 32", "group_size: 040"), r"group_size"),
+        (GOOD.replace("num_bits: 4", "num_bits: 4.0"), r"num_bits: 4\.0 is not a whole number"),
+        (GOOD.replace("version: 1", "version: true"), "version: True is not a whole number"),
+        (GOOD.replace("name: mine", "name:"), "name: None is not valid: give text"),
+        (GOOD + "smoothing: true\n", "smoothing: True is not valid: give a mapping"),
+        (GOOD + "gptq: {dampening: .nan}\n", r"gptq\.dampening"),
+        (GOOD.replace("{weights: {num_bits: 4, strategy: group, group_size: 32}}", "int4"), r"rules\.0\.scheme.*'keep'"),
+        (GOOD.replace("[decoder]", "!!set {decoder}"), r"rules\.0\.match is a set"),
+        (GOOD + "1: 2\n", "the key 1 is not a name"),
+        (GOOD + "? [a]\n: 1\n", "not a valid key"),
+        (GOOD + "---\n" + GOOD, "another document"),
+        (GOOD.replace("for tests", '"\\ud800"'), "surrogate"),
+        ("\n".join(["a0: &a0 [1,1,1,1,1,1,1,1,1,1]"] + [f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]), "too large"),
+    ],
+)
+def test_a_recipe_that_is_not_what_it_looks_like_is_refused_by_its_key(text, says):
+    with pytest.raises(UsageError, match=says) as raised:
+        parse_recipe(text, "mine.yaml")
+    assert raised.value.next_step
+
+
+def test_rules_that_overlap_in_part_aliases_merges_a_byte_order_mark_and_plain_words_are_read():
+    shared = GOOD.replace("scheme: {", "scheme: &int4 {").replace("[decoder]", "[mlp]") + "  - match: [decoder, lm_head]\n    scheme: *int4\n"
+    recipe = parse_recipe("\ufeff" + shared, "mine.yaml")
+    assert recipe.rules[0].scheme == recipe.rules[1].scheme
+    merged = GOOD + "    <<: {optional: true}\n"
+    assert parse_recipe(merged, "mine.yaml").rules[0].optional
+    assert parse_recipe(GOOD.replace("mine", "no"), "mine.yaml").name == "no"
+    assert parse_recipe(GOOD + "gptq: {dampening: 1e-3}\n", "mine.yaml").gptq.dampening == 0.001
+
+
+@pytest.mark.parametrize("kind", ["directory", "latin-1", "utf-16", "empty", "list", "pattern", "shadowed", "twice", "missing"])
+def test_validate_refuses_a_file_that_is_not_a_recipe(kind, tmp_path):
+    path = tmp_path / "mine.yaml"
+    if kind == "directory":
+        path.mkdir()
+    elif kind != "missing":
+        path.write_bytes({
+            "latin-1": GOOD.replace("tests", "tests\u00e9").encode("latin-1"), "utf-16": GOOD.encode("utf-16"), "empty": b"", "list": b"- a\n",
+            "pattern": GOOD.replace("[decoder]", "['re:.*(']").encode(), "shadowed": (GOOD + MORE_RULE.format("[mlp]")).encode(),
+            "twice": GOOD.replace("version: 1", "version: 1\nversion: 1").encode(),
+        }[kind])  # fmt: skip
+    done = CliRunner().invoke(app, ["recipes", "validate", str(path)])
+    assert isinstance(done.exception, UsageError), done.output
+    assert done.exception.exit_code == 2
+    assert done.exception.next_step
+    path = tmp_path / "good.yaml"
+    path.write_text(GOOD)
+    assert CliRunner().invoke(app, ["recipes", "validate", str(path)]).exit_code == 0
