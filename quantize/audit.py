@@ -249,7 +249,7 @@ def is_redundant(config: dict[str, Any], name: str) -> bool:
     text = text_config(config)
     layers, shared = text.get("num_hidden_layers"), text.get("num_kv_shared_layers")
     found = _KEYS_AND_VALUES.search(name)
-    if found and shared and layers is None:  # the class's default; without shared layers there is nothing to ask
+    if found and isinstance(shared, int) and shared and layers is None:  # the class's default; without shared layers there is nothing to ask
         layers = text_config(complete_config(config)).get("num_hidden_layers")
     return bool(found and isinstance(layers, int) and isinstance(shared, int) and layers - shared <= int(found.group(1)) < layers)
 
