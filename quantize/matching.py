@@ -67,7 +67,7 @@ def shares_keys_and_values(config: Mapping[str, Any], module: str) -> bool:
     text = text_config(dict(config))
     layers, shared = text.get("num_hidden_layers"), text.get("num_kv_shared_layers")
     found = _LAYER.search(module)
-    if found and shared and layers is None:  # the class's default; without shared layers there is nothing to ask
+    if found and isinstance(shared, int) and shared and layers is None:  # the class's default; without shared layers there is nothing to ask
         layers = text_config(complete_config(dict(config))).get("num_hidden_layers")
     return bool(found and isinstance(layers, int) and isinstance(shared, int) and layers - shared <= int(found.group(1)) < layers)
 

@@ -31,7 +31,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def require_one_model(directory: Path, config: dict[str, Any], complete: Mapping[str, Any], row: Architecture) -> None:
-    """Raise UsageError where config.json contradicts itself: class and model_type, a part that vLLM can't do without, a dtype's name."""
+    """Raise UsageError where config.json contradicts itself: class and model_type, or a part that vLLM can't do without."""
     import transformers
 
     expected = getattr(transformers, row.name).config_class.model_type
@@ -67,19 +67,19 @@ def refuse_two_layouts(directory: Path, reader: ShardReader) -> None:
         )
 
 
-def index_note(directory: Path) -> str:
+def index_note(reader: ShardReader) -> str:
     """What the user should know of the source's index ("" if nothing): a total_size that is not the shards', which no reader asks for.
 
     Raises UsageError for an index without metadata, which transformers can't read.
     """
-    index = directory / INDEX_FILE
+    index = reader.directory / INDEX_FILE
     if not index.exists():
         return ""
     document = json.loads(index.read_text(encoding="utf-8"))
     metadata = document.get("metadata")
     if not isinstance(metadata, dict):
         raise UsageError(f"{index} has the metadata {str(metadata)[:80]}, and transformers can't read it so", 'add "metadata": {} to it')
-    stored = sum(tensor.nbytes for tensor in ShardReader(directory).tensors.values())
+    stored = sum(tensor.nbytes for tensor in reader.tensors.values())
     total = metadata.get("total_size")
     return "" if total == stored else f"{index} claims a total_size of {str(total)[:40]}, the shards hold {stored}; nothing depends on it"
 

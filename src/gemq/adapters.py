@@ -13,11 +13,11 @@ def no_adapters() -> Iterator[None]:
     from transformers.models.auto import auto_factory
 
     modules = (peft, auto_factory)
-    before = [module.is_peft_available for module in modules]  # type: ignore[attr-defined]
+    before = [module.is_peft_available for module in modules]
     for module in modules:
-        module.is_peft_available = lambda: False  # type: ignore[attr-defined]
+        module.is_peft_available = lambda: False
     try:
         yield
     finally:
         for module, own in zip(modules, before, strict=True):
-            module.is_peft_available = own  # type: ignore[attr-defined]
+            module.is_peft_available = own

@@ -220,9 +220,11 @@ def _tell_of(source: Source, skeleton: Skeleton, reader: ShardReader | None) -> 
     from gemq.quantize.companions import left_out
     from gemq.quantize.source_tensors import index_note
 
-    for text in filter(None, (skeleton.output_head.note, index_note(source.directory))):
+    if reader is None:
+        return
+    for text in filter(None, (skeleton.output_head.note, index_note(reader))):
         output.warn(text)
-    stays = [] if reader is None else left_out(source.directory, reader)
+    stays = left_out(source.directory, reader)
     if stays:
         shown = ", ".join(stays[:_SHOWN_FILES]) + (f" and {len(stays) - _SHOWN_FILES} more" if len(stays) > _SHOWN_FILES else "")
         output.note(f"left out of the checkpoint, since no server reads them: {shown}")
