@@ -55,7 +55,7 @@ def summary(document: dict[str, Any], data: str | None = None) -> dict[str, Any]
         }  # fmt: skip
         made |= {key: document[key] for key in _ORIGIN if document.get(key) is not None}
         if "device" in made:
-            made["device"] = made["device"].split()[0]  # the kind, which the same seal depends on, and not the card's name
+            made["device"] = made["device"].partition(" ")[0]  # the kind, which the same seal depends on, and not the card's name
         made |= {key: _rounded(document[key]) for key in KINDS[kind] if document.get(key) is not None}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"a measurement lacks or garbles what a card needs ({type(error).__name__}: {error})", _VALID) from None
