@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[str, bytes]] = {
     "gzip-truncated": ("cut.jsonl.gz", gzip.compress(json.dumps({"text": TEXT}).encode())[:-20]),
     "row-of-unknown-keys": ("keys.jsonl", b'{"content": "x"}\n' * 9),
     "text-null": ("null.jsonl", b'{"text": null}\n' * 9),
-    "rows-of-two-kinds": ("two.jsonl", json.dumps({"text": TEXT}).encode() + b"\n" + json.dumps({"token_ids": IDS}).encode() + b"\n"),
+    "rows-of-two-kinds": ("two.jsonl", json.dumps({"text": TEXT[:120]}).encode() + b"\n" + json.dumps({"token_ids": IDS * 9}).encode() + b"\n"),
     "json-deep": ("deep.jsonl", b"[" * 100_000 + b"\n"),
     "ids-beyond-the-vocabulary": ("ids.jsonl", json.dumps({"token_ids": [*IDS, 100_000]}).encode() + b"\n"),
     "ids-floats": ("ids.jsonl", json.dumps({"token_ids": [float(token) for token in IDS]}).encode() + b"\n"),
@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[str, bytes]] = {
 def test_calibration_that_cannot_be_used_is_refused_and_leaves_nothing(gemq, source, tmp_path, kind):
     name, content = REFUSED[kind]
     (tmp_path / name).write_bytes(content)
-    done, out = quantize(gemq, source, tmp_path / name, "out", samples=1)
+    done, out = quantize(gemq, source, tmp_path / name, "out", samples=4 if kind == "rows-of-two-kinds" else 1)
     done.exited(USAGE)
     assert name in done.told
     assert left_beside(out) == set()
