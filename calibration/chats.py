@@ -171,8 +171,10 @@ def _tools(tools: object, where: str) -> list[Any] | None:
 def _flattened(messages: list[Message]) -> list[Message]:
     """The messages with lists of text alone joined into one text, a line a part, as vLLM does it for templates that take no lists."""
     def flat(content: Any) -> Any:
-        texts = [part.get("text") for part in content] if isinstance(content, list) else [None]
-        return "\n".join(texts) if texts and all(isinstance(text, str) for text in texts) else content
+        if not isinstance(content, list) or not content:
+            return content
+        texts = [part["text"] for part in content if isinstance(part.get("text"), str)]
+        return "\n".join(texts) if len(texts) == len(content) else content
 
     return [{**message, "content": flat(message["content"])} for message in messages]
 

@@ -270,7 +270,7 @@ def audit_structure(directory: Path) -> Structure:
             if scheme is not None and quantization.names_all and not is_redundant(config, held["weight"].name):
                 differences.append(Difference(f"{module}.weight", f"is not quantized, the config says {scheme.label()}"))
     if units and not differences and is_known(config):  # what is broken already is not compared with vLLM's rules besides
-        matrices = {name: None for tensor in tensors.values() if (name := matrix_module(tensor.name, tensor.shape))}
+        matrices = {matrix: None for tensor in tensors.values() if (matrix := matrix_module(tensor.name, tensor.shape))}
         stored = {**matrices, **{module: unit.scheme.label() for module, unit in units.items()}}
         differences += [Difference(module, problem) for module, problem in unmatched(config, stored)]
     return Structure(tensors, units, quantization, differences)

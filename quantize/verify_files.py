@@ -53,7 +53,8 @@ def _config_differences(config: dict[str, Any], pairs: Pairs) -> list[Difference
         said = level.get(_TIE)
         if said is not meant.get(_TIE) and ((said is False and stored) or (said is True and not own)):
             level[_TIE] = meant[_TIE] = None  # what gemq writes where the source says something else
-    found = list(_value_differences(*((levels[0] | ({"text_config": levels[1]} if levels[1:] else {})) for levels in (ours, theirs))))
+    merged, original = (levels[0] | ({"text_config": levels[1]} if levels[1:] else {}) for levels in (ours, theirs))
+    found = list(_value_differences(merged, original))
     stated = [level.get(_TIE) for level in _levels(config)]
     if own and (True in stated or False not in stated):
         found.append(f"{_TIE} does not say false, and the checkpoint has a head that is not the embedding")

@@ -15,7 +15,7 @@ _MOST_VALUES = 100_000  # aliases expanded: a few lines of YAML can stand for bi
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, Any]]]] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, Any]]]] = {}  # type: ignore[misc]
 
 
 _SCALARS = (
