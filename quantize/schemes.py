@@ -13,6 +13,10 @@ from typing import Any
 from gemq.errors import IntegrityError
 
 SCALE_DTYPES = ("BF16", "F16", "F32")
+# what may be said of a quantization; whatever else changes how a checkpoint is served (transforms, sparsity) is not of gemq's making
+_KEYS = {"quant_method", "format", "quantization_status", "config_groups", "ignore", "kv_cache_scheme", "global_compression_ratio", "version"}
+_GROUP_KEYS = {"targets", "weights", "input_activations", "format"}
+_WEIGHTS_KEYS = {"num_bits", "type", "strategy", "group_size", "symmetric", "actorder", "observer", "observer_kwargs"}
 _GPTQ_LAYOUTS = {"gptq": 1, "gptq_v2": 0}  # what is taken off a zero point before it is stored
 
 
@@ -134,6 +138,9 @@ def quantization_of(config: dict[str, Any]) -> Quantization:
         raise broken("must be an object with config_groups")
     if stated.get("quant_method") != "compressed-tensors":
         raise broken(f"has the quant_method {str(stated.get('quant_method'))[:40]!r}, this reader knows 'compressed-tensors' and 'gptq'")
+    unknown = _unknown(stated, _KEYS)
+    if unknown:
+        raise broken(f"has the key {unknown!r}, which this reader does not know")
     ignore = stated.get("ignore") or []
     if not isinstance(ignore, list) or not all(isinstance(entry, str) for entry in ignore):
         raise broken("must have a list of names in ignore")
@@ -146,6 +153,11 @@ def _scheme(name: str, group: Any, overall: object, broken: Any) -> Scheme:
     targets = group.get("targets") if isinstance(group, dict) else None
     if not isinstance(weights, dict) or not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise broken(f"group {name!r} must have targets and weights")
+    unknown = _unknown(group, _GROUP_KEYS) or _unknown(weights, _WEIGHTS_KEYS)
+    if unknown:
+        raise broken(f"group {name!r} has the key {unknown!r}, which this reader does not know")
+    if weights.get("actorder") not in (None, "static", "weight"):
+        raise broken(f"group {name!r} has the actorder {str(weights['actorder'])[:40]!r}, under which groups are not in the order of the inputs")
     form = group.get("format") or overall
     bits, kind, strategy = weights.get("num_bits", 8), weights.get("type", "int"), weights.get("strategy")
     size = weights.get("group_size")
@@ -159,10 +171,33 @@ def _scheme(name: str, group: Any, overall: object, broken: Any) -> Scheme:
     if strategy not in ("group", "channel", "tensor") or (strategy == "group") != (type(size) is int and size > 0):
         raise broken(f"group {name!r} has the strategy {str(strategy)[:40]!r} with the group_size {str(size)[:40]}")
     inputs = group.get("input_activations")
+    problem = _inputs_problem(form, inputs)
+    if problem:
+        raise broken(f"group {name!r} {problem}")
     static = isinstance(inputs, dict) and inputs.get("dynamic", False) is False
     symmetric = weights.get("symmetric", True)
     group_size = size if strategy == "group" and isinstance(size, int) else 0
     return Scheme(form, bits, kind, symmetric is not False, strategy, group_size, static, tuple(targets))
+
+
+def _unknown(stated: dict[str, Any], known: set[str]) -> str:
+    """The first key of `stated` that is not known and says something: null, false and an empty object or list say nothing."""
+    return next((str(key)[:40] for key, value in stated.items() if key not in known and value not in (None, False, {}, [])), "")
+
+
+def _inputs_problem(form: str, inputs: Any) -> str:
+    """Why input_activations don't suit a format ("" if they do): packed weights meet inputs as they are, 8-bit ones inputs of their own type."""
+    if form == "pack-quantized":
+        return "" if inputs is None else "quantizes the inputs of packed weights, which are served with inputs as they are"
+    kind = "float" if form == "float-quantized" else "int"
+    if not isinstance(inputs, dict):
+        return f"stores weights as {form}, which needs input_activations"
+    stated = (inputs.get("num_bits", 8), inputs.get("type", "int"), inputs.get("symmetric", True))
+    how = (inputs.get("strategy") or "tensor", inputs.get("dynamic", False))
+    if stated != (8, kind, True) or how not in (("token", True), ("tensor", False)):
+        return (f"has inputs of {stated[0]} bits, {stated[1]}, symmetric {stated[2]}, by {how[0]}, dynamic {how[1]}; valid for {form} are 8 bits, "
+                f"{kind}, symmetric, by token and dynamic or by tensor and static")  # fmt: skip
+    return ""
 
 
 def _gptq(stated: dict[str, Any], broken: Callable[[str], IntegrityError]) -> GptqQuantization:

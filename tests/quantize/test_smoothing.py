@@ -364,7 +364,8 @@ GATE_UP = {
 def beside(request, rough, tmp_path_factory):
     """A checkpoint whose down_proj is smoothed through an up_proj of each scheme, and whether gate and up are smoothed too."""
     gate_up = f"  - {{match: ['re:.*mlp.(gate|up)_proj$'], scheme: {GATE_UP[request.param]}}}\n"
-    made = parse_recipe(f"{HEAD}smoothing: {{alphas: [0.25, 0.5, 0.9]}}\nrules:\n{gate_up}  - {RULES.removeprefix('rules: [').rstrip()[:-1]}\n", "here")
+    others = RULES.removeprefix("rules: [").rstrip()[:-1]
+    made = parse_recipe(f"{HEAD}smoothing: {{alphas: [0.25, 0.5, 0.9]}}\nrules:\n{gate_up}  - {others}\n", "here")
     out = tmp_path_factory.mktemp("beside") / "checkpoint"
     manifest = run_job(rough, out, made).manifest
     assert UP in manifest["smoothed_tensors"]

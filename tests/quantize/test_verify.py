@@ -385,6 +385,30 @@ def test_a_config_that_can_not_be_understood_is_refused(stated: object) -> None:
         quantization_of({"quantization_config": stated})
 
 
+def edit_groups(change: Change) -> Change:
+    return lambda stated: [change(group) for group in stated["config_groups"].values() if group["format"] != "pack-quantized"]
+
+
+@pytest.mark.parametrize("change", [
+    edit_groups(lambda group: group.update(input_activations=None)),
+    *(edit_groups(lambda group, values=values: group["input_activations"].update(values))  # type: ignore[misc]
+      for values in ({"num_bits": 4}, {"symmetric": False}, {"strategy": "tensor"}, {"dynamic": False}, {"type": "complex"})),
+    lambda stated: stated["config_groups"]["attention"].update(input_activations={"num_bits": 8, "type": "int", "dynamic": True}),
+    lambda stated: stated["config_groups"]["attention"].update(output_activations={"num_bits": 8, "type": "int", "dynamic": True}),
+    lambda stated: stated["config_groups"]["attention"]["weights"].update(dynamic=True),
+    lambda stated: stated["config_groups"]["attention"]["weights"].update(actorder="group"),
+    lambda stated: stated["config_groups"]["attention"]["weights"].update(block_structure=[2, 2]),
+    lambda stated: stated.update(transform_config={"config_groups": {"u": {"type": "hadamard"}}}),
+    lambda stated: stated.update(sparsity_config={"format": "sparse-24-bitmask"})])  # fmt: skip
+def test_a_config_that_serves_the_same_tensors_in_another_way_is_refused(change: Change) -> None:
+    """Inputs quantized otherwise or not at all, transforms, sparsity: none of it shows in a tensor's shape."""
+    sound = copy.deepcopy(config(GROUPS)["quantization_config"])
+    assert len(quantization_of({"quantization_config": sound}).schemes) == len(GROUPS)
+    change(sound)
+    with pytest.raises(IntegrityError, match="quantization_config"):
+        quantization_of({"quantization_config": sound})
+
+
 def test_a_pattern_that_is_no_pattern_is_refused() -> None:
     with pytest.raises(IntegrityError, match="no regular expression"):
         Quantization([scheme("re:(")]).scheme_of("a", is_linear=True)
