@@ -39,6 +39,8 @@ _RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
         *_MULTIMODAL, ("model", "language_model.model"),
     ),
 }  # fmt: skip
+# by architecture: names that vLLM has no module for, and what it looks for instead
+_NOT_LOADED = {"Gemma3ForConditionalGeneration": (re.compile(r"(?:model\.)?vision_tower\.(?!vision_model\.)"), "vision_tower.vision_model.*")}
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _FUSED_INTO = {part: fused for fused, parts in _FUSED.items() for part in parts}
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?:\d+\.(?:gate_proj|up_proj|down_proj)|gate_up_proj|down_proj)$")
@@ -250,6 +252,11 @@ def require_matched(plan: Plan) -> None:
     if not is_known(config):
         raise UsageError(f"the names that vLLM gives the modules of a {_architecture(config)} are not known",
                          "report this architecture as an issue of gemq")  # fmt: skip
+    pattern, looked_for = _NOT_LOADED.get(_architecture(config), (None, ""))
+    lost = next((spec.name for spec in plan.copied if pattern and pattern.match(spec.name)), None)
+    if lost:
+        raise UsageError(f"the source has a tensor {lost}, and vLLM 0.32 loads this tower only as {looked_for}",
+                         "save the source by transformers with save_original_format=True, under the names of the Hub's files")  # fmt: skip
     problems = unmatched(config, stored_by(plan))
     if problems:
         module, problem = problems[0]

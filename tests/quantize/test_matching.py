@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.models.gemma3 import build_gemma3_multimodal
 from tests.quantize.dequantized import dequantized_copy
 from tests.quantize.loader_cases import EXPERTS, MODELS, SPOILT, Case, cases, recipe_of, spoil
 from tests.quantize.small_jobs import run_job, windows
@@ -33,6 +34,7 @@ from gemq.quantize.run import Outcome
 from gemq.quantize.seal import write_seal
 from gemq.quantize.skeleton import Skeleton, load_skeleton
 from gemq.quantize.verify import verify_against_source
+from gemq.recipes.model import load_recipe
 
 CASES = {case.name: case for case in cases()}
 
@@ -152,6 +154,14 @@ def test_a_mixture_is_not_stored_as_gptq(name, skeleton_of):
         make_plan(skeleton_of("moe"), with_format(EXPERTS[name], "gptq"))
     assert "compressed-tensors" in raised.value.next_step
     make_plan(skeleton_of("moe"), EXPERTS[name])
+
+
+def test_a_tower_that_vllm_has_no_module_for_is_refused(tmp_path):
+    """transformers writes such names only when it is told not to keep the layout of the Hub's files."""
+    skeleton, _ = load_skeleton(build_gemma3_multimodal(tmp_path / "model"))
+    with pytest.raises(UsageError, match="vision_tower") as raised:
+        make_plan(skeleton, load_recipe("w4a16-g32"))
+    assert "save_original_format" in raised.value.next_step
 
 
 # --- verify

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.models.gemma3 import build_gemma3_multimodal
 from tests.quantize.loader_cases import MODELS, SPOILT, Case, cases, spoil
 from tests.quantize.small_jobs import run_job
 
@@ -26,6 +27,7 @@ from gemq.serve import vllm_cpu_mends
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 SCRIPT = Path(__file__).with_name("vllm_loader.py")
 CASES = {case.name: case for case in cases()}
+UNLOADED = "gemma3 with the tower's names in transformers 5"
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         made[case.name] = run_job(models[case.model], folder / f"made-{number}", case.recipe).directory
     for number, wrong in enumerate(SPOILT):
         made[wrong] = spoil(made[SPOILT[wrong][0]], folder / f"spoilt-{number}", wrong)
+    made[UNLOADED] = build_gemma3_multimodal(folder / "unquantized")
     return made
 
 
@@ -115,3 +118,7 @@ def test_a_wrong_config_is_noticed_by_vllm_and_by_gemq(wrong: str, checkpoints, 
     assert differ, "gemq finds nothing wrong"
     assert verdict["error"] or verdict["unloaded"] or {name for name, label in in_vllm(verdict).items() if name in differ and label == ours[name]}
     assert audit_structure(checkpoints[wrong]).differences
+
+
+def test_what_gemq_refuses_as_not_loaded_is_not_loaded(verdicts) -> None:
+    assert "vision_tower.embeddings" in verdicts[UNLOADED]["error"]
