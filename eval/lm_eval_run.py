@@ -263,9 +263,8 @@ def evaluate_accuracy(
         raise UsageError(f"{reference} was measured on other questions", "measure both on the same file, with the same options")
     if questions.data is not None:
         read_gsm8k(questions.data)
-    digests = {"target_digest": target.digest,
-               "reference_digest": earlier[2] if earlier is not None else None if other is None else other.digest}  # fmt: skip
-    sides = {"target": digests["target_digest"] or target.name, "reference": digests["reference_digest"] or reference}
+    digest, reference_digest = target.digest, earlier[2] if earlier is not None else None if other is None else other.digest
+    sides = {"target": digest or target.name, "reference": reference_digest or reference}
     with _folder(output_path, sides | key) as folder:
         def measure(side: Target, label: str) -> list[Domain]:
             with side.opened(python=python) as (endpoint, _):
@@ -279,9 +278,9 @@ def evaluate_accuracy(
         except StoppedSafely as error:
             raise type(error)(f"{error.message}; {_kept(folder, output_path)}", error.next_step) from error
     if theirs is None:
-        return AccuracyResult(target.name, None, key, tuple(ours), **digests)
+        return AccuracyResult(target.name, None, key, tuple(ours), target_digest=digest)
     assert reference is not None
-    return replace(compared(target.name, reference, key, ours, theirs), **digests)
+    return replace(compared(target.name, reference, key, ours, theirs), target_digest=digest, reference_digest=reference_digest)
 
 
 def _kept(folder: Path, output_path: Path | None) -> str:
