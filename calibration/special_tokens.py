@@ -72,7 +72,7 @@ def beyond_vocabulary(token: int, size: int, tokenizer: Any | None = None) -> tu
 
 def _pattern(tokenizer: Any) -> re.Pattern[str]:
     """What finds the tokenizer's special tokens in a text."""
-    made = getattr(tokenizer, "_gemq_special_pattern", None)
+    made: re.Pattern[str] | None = getattr(tokenizer, "_gemq_special_pattern", None)
     if made is None:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         names = {str(token.content) for token in added.values() if token.special} | set(map(str, tokenizer.all_special_tokens))
