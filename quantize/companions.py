@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gemq.errors import IntegrityError
 from gemq.shards import INDEX_FILE, ShardReader
+from gemq.source import file_hashes
 
 # transformers' names (utils/__init__.py, tokenization_utils_base.py, the tokenizers' vocab_files_names), licences, code of the model's own
 _SERVED = (
@@ -59,6 +60,11 @@ def files_read(source: Path, weights: ShardReader) -> list[str]:
             _require_json(source / path)
     stated = [name for name in ("config.json", INDEX_FILE, "README.md") if (source / name).is_file()]
     return sorted({*stated, *(path.name for path in weights.files), *(path.as_posix() for path in copied)})
+
+
+def source_hashes(source: Path, weights: ShardReader) -> dict[str, str]:
+    """SHA-256, in hex, of `files_read` by name: the identity of a source."""
+    return file_hashes(source, files_read(source, weights))
 
 
 def _is_served(name: str) -> bool:

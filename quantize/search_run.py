@@ -19,6 +19,7 @@ from gemq.eval.records import file_sha256, read_records
 from gemq.eval.windows import write_records
 from gemq.quantize.budget import HELD_OUT_ONE_IN, Budget, Objective
 from gemq.quantize.card import summary
+from gemq.quantize.companions import source_hashes
 from gemq.quantize.decisions import decisions_of, require_useful, search_plan
 from gemq.quantize.job import Job, versions
 from gemq.quantize.job import identity_of as job_identity
@@ -33,7 +34,7 @@ from gemq.quantize.skeleton import load_skeleton
 from gemq.quantize.trials import Trials
 from gemq.recipes.model import Recipe
 from gemq.shards import ShardReader
-from gemq.source import Source, file_hashes
+from gemq.source import Source
 
 _SENSITIVITIES, _RECORDS, _REFERENCE, _SEARCH = "sensitivities-", "records-", "reference-", "search-"
 
@@ -96,7 +97,7 @@ class Prepared:
         units = search_plan(skeleton, recipe, head=head)
         require_useful(units, candidates)
         split, kind = Split.of(calibration.windows), torch.device(device).type
-        more = {"source": file_hashes(source.directory), "calibration": calibration.sha256, "versions": versions(), "device": kind,
+        more = {"source": source_hashes(source.directory, reader), "calibration": calibration.sha256, "versions": versions(), "device": kind,
                 "threads": torch.get_num_threads() if kind == "cpu" else None}  # fmt: skip
         identity = identity_of(units, split, more)
         return cls(units, reader, more, identity, f"{_SENSITIVITIES}{short_digest(identity)}.json")
@@ -130,9 +131,11 @@ def stored_sensitivities(
     files = sorted(state.directory.glob(f"{_SENSITIVITIES}*.json"), key=lambda path: (-path.stat().st_mtime_ns, path.name))
     if not files:
         return None
-    skeleton, _ = load_skeleton(source.directory)
+    skeleton, reader = load_skeleton(source.directory)
+    if reader is None:
+        return None
     units = search_plan(skeleton, recipe, head=head)
-    expected = json.loads(canonical({"source": file_hashes(source.directory), **method_of(units)}))
+    expected = json.loads(canonical({"source": source_hashes(source.directory, reader), **method_of(units)}))
     for path in files:
         measured = Measurements.read(path)
         if measured is None:

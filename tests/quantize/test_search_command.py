@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -303,3 +304,15 @@ def test_a_mixed_rule_s_head_is_kept_as_the_recipe_says_in_a_search(gemma3, data
     assert "lm_head" not in printed["search"]["decisions"]
     manifest = json.loads((tmp_path / "out" / "gemq.json").read_text())
     assert manifest["units"]["lm_head"]["scheme"] == "int8 channel"
+
+
+def test_files_of_a_source_that_are_left_out_do_not_count_in_a_search(gemma3, data, tmp_path):
+    """A log file that changes during a search, or between two, is no part of what is quantized."""
+    source = tmp_path / "source"
+    shutil.copytree(gemma3, source)
+    (source / "trainer_state.json").write_text("{}")
+    first = search(source, data, tmp_path, "first", "--kl-budget", "0.5")
+    (source / "trainer_state.json").write_text('{"step": 2}')
+    second = search(source, data, tmp_path, "second", "--kl-budget", "0.5")
+    assert [trial["mix"] for trial in first["search"]["tried"]] == [trial["mix"] for trial in second["search"]["tried"]]
+    assert len(list((tmp_path / "state").glob("sensitivities-*.json"))) == 1
