@@ -186,7 +186,16 @@ def test_experts_fused_and_apart_at_once_are_additions(tmp_path: Path, source: P
 def test_kept_experts_are_copies(tmp_path: Path, source: Path, honest: tuple[Path, str]) -> None:
     tensors = {name: tensor for name, tensor in read_all(honest[0]).items() if ".experts." not in name}
     fused = {name: tensor for name, tensor in read_all(source).items() if ".experts." in name}
-    found, comparison = judged(tmp_path / "edited", source, honest[0], {**tensors, **fused})
+    found, _ = judged(tmp_path / "not-ignored", source, honest[0], {**tensors, **fused})
+    assert found, "vLLM would read them as quantized"
+    assert all(".experts." in name for name in found)
+    ignoring = tmp_path / "ignoring"
+    ignoring.mkdir()
+    shutil.copyfile(honest[0] / "chat_template.jinja", ignoring / "chat_template.jinja")
+    config = json.loads((honest[0] / "config.json").read_text())
+    config["quantization_config"]["ignore"].append(r"re:.*experts\.\d+\..*")
+    (ignoring / "config.json").write_text(json.dumps(config))
+    found, comparison = judged(tmp_path / "edited", source, ignoring, {**tensors, **fused})
     assert found == []
     assert not any(".experts." in fit.module for fit in comparison.fits)
 
