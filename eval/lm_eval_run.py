@@ -20,12 +20,14 @@ from typing import Any
 import httpx
 
 from gemq import atomic, output
+from gemq.calibration.tokenize import load_tokenizer
 from gemq.errors import GemqError, IntegrityError, Interrupted, StoppedSafely, UsageError
 from gemq.eval.accuracy import AccuracyResult, Domain, Graded, compared, domain_of, read_result
 from gemq.eval.endpoint import Endpoint
 from gemq.eval.records import file_sha256
 from gemq.eval.target import Target
 from gemq.http_client import headers, open_client
+from gemq.quantize.content import directory_digest
 from gemq.text_files import read_lines
 
 GSM8K = "gsm8k"
@@ -139,6 +141,7 @@ def _model(endpoint: Endpoint, questions: Questions, in_flight: int, tokenizer: 
         "max_gen_toks": ANSWER_TOKENS,
     }  # fmt: skip
     if tokenizer is not None and not questions.chat:
+        load_tokenizer(tokenizer)  # lm-eval's own error for one that can't be read names no directory
         arguments |= {"tokenizer": str(tokenizer), "tokenizer_backend": "huggingface", "revision": None}
     else:
         arguments["tokenizer_backend"] = None
@@ -265,7 +268,9 @@ def evaluate_accuracy(
     if questions.data is not None:
         read_gsm8k(questions.data)
     digest, their_digest = target.digest, earlier[2] if earlier is not None else None if other is None else other.digest
-    sides = {"target": digest or target.name, "reference": their_digest or reference}
+    reads = tokenizer or target.checkpoint
+    sides = {"target": digest or target.name, "reference": their_digest or reference,
+             "tokenizer": None if reads is None else directory_digest(reads)}  # fmt: skip
     with _folder(kept, sides | key) as folder:
         def measure(side: Target, label: str) -> list[Domain]:
             with side.opened(python=python) as (endpoint, _):

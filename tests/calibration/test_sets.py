@@ -206,7 +206,7 @@ GOOD = {"text": TEXTS[0]}
 
 @pytest.mark.parametrize(("line", "message"), [
     ('{"text": "x"', "this is no JSON"),
-    ("\xff", "this is no JSON"),
+    ("\xff", "not UTF-8 text"),
     ("[1, 2]", "must be a JSON object"),
     ("null", "must be a JSON object"),
     ('{"text": 3}', "text must be a string, got 3"),
@@ -220,14 +220,14 @@ GOOD = {"text": TEXTS[0]}
 def test_a_bad_row_is_named_by_its_line(tmp_path: Path, base_model: Path, line: str, message: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes((json.dumps(GOOD) + "\n\n").encode() + line.encode("latin-1") + b"\n")
-    with pytest.raises(UsageError, match=r"rows\.jsonl line 3: .*" + re.escape(message)):
+    with pytest.raises(UsageError, match=r"rows\.jsonl line 3:? .*?" + re.escape(message)):
         load(path, base_model, samples=9)
 
 
 @pytest.mark.parametrize("ids", [[2, 512], [2, -1]])
 def test_an_id_beyond_the_vocabulary_is_named_by_its_line(tmp_path: Path, base_model: Path, ids: list[int]) -> None:
     path = rows(tmp_path / "ids.jsonl", [{"token_ids": [2, 511]}, {"token_ids": ids}])
-    with pytest.raises(UsageError, match=rf"ids\.jsonl line 2: token 1 has id {ids[1]}, .* ids 0 to 511"):
+    with pytest.raises(UsageError, match=rf"ids\.jsonl line 2: token 1 has id {ids[1]}, .*ids 0 to 511"):
         load(path, base_model, samples=9)
 
 
@@ -235,7 +235,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_found(tmp_path: Path, base_
     model = shutil.copytree(base_model, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
-    with pytest.raises(UsageError, match=r"line 1: token \d+ has id \d+, the model's vocabulary has ids 0 to 299"):
+    with pytest.raises(UsageError, match=r"line 1: token \d+ has id \d+, .*ids 0 to 299"):
         load(rows(tmp_path / "texts.jsonl", [GOOD]), model, samples=1)
 
 
@@ -245,13 +245,13 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_found(tmp_path: Path, base_
 @pytest.mark.parametrize("content", [b"", b"\n\n", b'{"text": ""}\n', b'{"text": "short"}\n'])
 def test_an_empty_set_is_an_error(tmp_path: Path, base_model: Path, content: bytes) -> None:
     (tmp_path / "few.jsonl").write_bytes(content)
-    with pytest.raises(UsageError, match="gives no window"):
+    with pytest.raises(UsageError, match="gives no window" if content.strip() else "nothing but white space"):
         load(tmp_path / "few.jsonl", base_model)
 
 
 def test_an_empty_text_file_is_an_error(tmp_path: Path, base_model: Path) -> None:
     (tmp_path / "few.txt").write_bytes(b"")
-    with pytest.raises(UsageError, match="gives no window"):
+    with pytest.raises(UsageError, match="nothing but white space"):
         load(tmp_path / "few.txt", base_model)
 
 

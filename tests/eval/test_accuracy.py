@@ -172,7 +172,7 @@ def test_bad_input(run: Run, sums: Path, tmp_path: Path, monkeypatch: pytest.Mon
         for arguments, word in (
             ((url,), "--data"), ((url, "--data", sums, "--tasks", "gsm8k"), "twice"), ((url, "--data", tmp_path / "no.jsonl"), "does not exist"),
             ((url, "--data", tmp_path / "half.jsonl"), "line 1"), ((url, "--data", tmp_path / "text.jsonl"), "line 1"),
-            ((url, "--data", tmp_path / "none.jsonl"), "####"), ((url, "--data", tmp_path / "empty.jsonl"), "0 questions"),
+            ((url, "--data", tmp_path / "none.jsonl"), "####"), ((url, "--data", tmp_path / "empty.jsonl"), "nothing but white space"),
             ((url, "--data", sums, "--shots", 20), "no question"), ((url, "--data", sums, "--shots", 21), "20 questions"),
             ((url, "--data", sums, "--budget", 5), "--reference"), ((url, "--data", sums, "--output", sums), "exists"),
             ((url, "--data", sums, "--reference", tmp_path / "other.json"), "ppl"), (("http://127.0.0.1:1", "--data", sums), "reached"),

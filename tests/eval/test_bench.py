@@ -13,6 +13,7 @@ import pytest
 from benchmarks.stub_server import BOS, Engine, StubServer
 from click.testing import Result
 
+from gemq import atomic
 from gemq.commands import bench as commands
 from gemq.errors import GemqError, IntegrityError, StoppedSafely, UsageError
 from gemq.eval import bench
@@ -229,8 +230,9 @@ def test_requests_of_two_checkpoints_are_never_mixed(tmp_path: Path) -> None:
     sent = {load.name: make_text_prompts(load.requests, 1) for load in workload.loads}
     with StubServer(Engine(), dies_after=3) as server:
         def measured(digest: str) -> Any:
-            return bench.run_bench(Endpoint.open(server.url), workload, sent, target="model", audited=False, output_dir=tmp_path / "out",
-                             target_digest=digest)  # fmt: skip
+            with atomic.resumable_directory(tmp_path / "out", bench.JOURNAL) as partial:
+                return bench.run_bench(Endpoint.open(server.url), workload, sent, target="model", audited=False, partial=partial,
+                                       target_digest=digest)  # fmt: skip
 
         with pytest.raises(StoppedSafely):
             measured("a" * 64)
