@@ -36,9 +36,9 @@ from gemq.quantize.provenance import PROVENANCE_FILE
 from gemq.quantize.ranks import Ranks, shares_of
 from gemq.quantize.rtn import round_to_nearest
 from gemq.quantize.scales import restore
-from gemq.quantize.seal import CARD_FILE, REPORTS, SealedFile, write_seal
+from gemq.quantize.seal import CARD_FILE, REPORTS, SEAL_FILE, SealedFile, write_seal
 from gemq.quantize.skeleton import Matrix
-from gemq.quantize.squared_errors import measured_error, row_errors
+from gemq.quantize.squared_errors import ErrorSums, measured_error, share_of
 from gemq.quantize.tuning import Call, Solved, tune
 from gemq.quantize.walk import Walk, Walker
 from gemq.quantize.writing import ReadAhead, Request, Writing, threads_for
@@ -375,13 +375,13 @@ class _Run:
                         stored, scales = found.stored, found.scales
                         nearest_rows, overflowed_rows = nearest_rows + found.nearest_rows, overflowed_rows + found.overflowed_rows
                     difference = rows - restore(stored, scales, scheme)
-                    sums.append((row_errors(difference, moments).sum(), row_errors(rows, moments).sum()))
+                    sums.append(ErrorSums.of(rows, difference, moments))
                     self._write(whole, first, stored, scales, unit)
         finally:
             if ahead is None:
                 reading.close()
         finite.check()
-        error, signal = (sum(value.item() for value in values) for values in zip(*sums, strict=True))
+        kind, error = share_of(sums)
         atomic.write_point(f"written:{unit.name}")
         report: dict[str, Any] = {"scheme": unit.scheme.label(), "method": unit.method}
         if factorization is not None:
@@ -389,7 +389,7 @@ class _Run:
         if nearest_rows:
             report["rows_rounded_to_nearest"] = nearest_rows
         _note(report, notes)
-        self._report(unit, {**report, "weight_error" if moments is None else "output_error": error / signal if signal else 0.0}, started)
+        self._report(unit, {**report, kind: error}, started)
 
     def _wholes(self, unit: Unit) -> Iterator[tuple[Matrix, Stored]]:
         for matrix in unit.matrices:
@@ -432,7 +432,7 @@ class _Run:
         """Write what stands beside the shards."""
         self.writer.close()
         self.reader.close()
-        for name in (PROVENANCE_FILE, *REPORTS):  # of a run that ended between them and the seal
+        for name in (SEAL_FILE, PROVENANCE_FILE, *REPORTS):  # of a run that ended between them and its publication
             (self.directory / name).unlink(missing_ok=True)
         write_companions(self.plan, self.job.source.directory, self.directory, manifest)
         index = self.writer.index_json()

@@ -8,6 +8,8 @@ don't vanish; what is summed over rows is float64.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,16 +28,40 @@ def row_errors(difference: torch.Tensor, moments: torch.Tensor | None) -> torch.
     return squares.sum(1).clamp_min(0).to(torch.float64) * size.squeeze(1).to(torch.float64).square()
 
 
-def measured_error(weight: torch.Tensor, restored: torch.Tensor, moments: torch.Tensor | None) -> tuple[ErrorKind, float]:
-    """(`output_error`, the sum of `row_errors` of `weight` - `restored` over that of `weight`), both [out, in] float32.
+@dataclass(frozen=True)
+class ErrorSums:
+    """Sums of `row_errors` over some rows, scalars on their device: of the difference and of the weight, with moments (or None) and without."""
 
-    (`weight_error`, the same without `moments`) where these are None, or where the weight's own output is zero: then no error of it can be
-    stated as a share of it.
+    error: torch.Tensor | None
+    signal: torch.Tensor | None
+    plain_error: torch.Tensor
+    plain_signal: torch.Tensor
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, difference: torch.Tensor, moments: torch.Tensor | None) -> ErrorSums:
+        """Of rows of a weight and its difference from what is stored, both [rows, in] float32."""
+        plain_error, plain_signal = row_errors(difference, None).sum(), row_errors(weight, None).sum()
+        if moments is None:
+            return cls(None, None, plain_error, plain_signal)
+        return cls(row_errors(difference, moments).sum(), row_errors(weight, moments).sum(), plain_error, plain_signal)
+
+
+def measured_error(weight: torch.Tensor, restored: torch.Tensor, moments: torch.Tensor | None) -> tuple[ErrorKind, float]:
+    """`share_of` for a weight and what is stored of it, both [out, in] float32, that are at hand at once."""
+    return share_of([ErrorSums.of(weight, weight - restored, moments)])
+
+
+def share_of(sums: Sequence[ErrorSums]) -> tuple[ErrorKind, float]:
+    """(`output_error`, the error as a share of the weight's own output), over all rows.
+
+    (`weight_error`, the same without moments) where there are none, or where the weight's own output is zero: then no error can be stated as a
+    share of it.
     """
-    difference = weight - restored
-    if moments is not None:
-        error, signal = row_errors(difference, moments).sum().item(), row_errors(weight, moments).sum().item()
-        if signal > 0 and math.isfinite(signal) and math.isfinite(error):
-            return "output_error", error / signal
-    error, signal = row_errors(difference, None).sum().item(), row_errors(weight, None).sum().item()
-    return "weight_error", error / signal if signal > 0 else 0.0
+    def ratio(errors: Sequence[torch.Tensor], signals: Sequence[torch.Tensor]) -> float | None:
+        error, signal = (sum(value.item() for value in values) for values in (errors, signals))
+        return error / signal if signal > 0 and math.isfinite(signal) and math.isfinite(error) else None
+
+    under = [(one.error, one.signal) for one in sums if one.error is not None and one.signal is not None]
+    if under and (found := ratio(*zip(*under, strict=True))) is not None:
+        return "output_error", found
+    return "weight_error", ratio([one.plain_error for one in sums], [one.plain_signal for one in sums]) or 0.0

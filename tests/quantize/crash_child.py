@@ -127,7 +127,7 @@ def _die_at(
 def _quantize_job(source: Path, out: Path, recipe: str, resume: str) -> str:
     from tests.quantize.small_jobs import run_job
 
-    return run_job(source, out, recipe, resume=resume).seal
+    return run_job(source, out, recipe, measured=True, resume=resume).seal
 
 
 def _command(*arguments: str) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from gemq import atomic
 from gemq.calibration.sets import CalibrationSet
+from gemq.quantize.content import directory_digest
 from gemq.quantize.job import Job
 from gemq.quantize.plan import make_plan
 from gemq.quantize.run import Outcome, quantize
@@ -47,6 +48,11 @@ def stop_job(monkeypatch: pytest.MonkeyPatch, point: str, source: Path, output: 
             run_job(source, output, recipe, **options)
 
 
-def run_job(source: Path, output: Path, recipe: str | Recipe = "w4a16-g32", **options: Any) -> Outcome:
-    """Carry a job out."""
-    return quantize(make_job(source, output, recipe, **options))
+def run_job(source: Path, output: Path, recipe: str | Recipe = "w4a16-g32", *, measured: bool = False, **options: Any) -> Outcome:
+    """Carry a job out. measured: also take the digest of the unsealed checkpoint, as every measurement does first."""
+    return quantize(make_job(source, output, recipe, **options), _digested if measured else None)
+
+
+def _digested(directory: Path) -> list[dict[str, Any]]:
+    assert directory_digest(directory)
+    return []

@@ -273,7 +273,7 @@ def test_a_linear_that_the_config_says_is_quantized_and_is_not_is_named(pairs: d
 
 @pytest.mark.parametrize(("key", "value", "says"), [
     ("bits", 3, "4 and 8"), ("sym", False, "symmetric"), ("desc_act", True, "desc_act"), ("group_size", 0, "group_size"),
-    ("checkpoint_format", "marlin", "checkpoint_format"), ("dynamic", {"a": 1}, "dynamic"), ("dynamic", {"(": {}}, "no regular expression"),
+    ("checkpoint_format", "marlin", "checkpoint_format"), ("dynamic", {"a": 1}, "dynamic"), ("dynamic", {"(": {}}, "not a regular expression"),
 ])
 def test_a_config_that_vllm_would_not_take_is_refused(key: str, value: object, says: str) -> None:
     sound = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}

@@ -66,7 +66,7 @@ def problem(image: Image, source: Path, root: Path, seal: str, *, ended: bool = 
             patch.setattr(quantize_run.output, "warn", warned.append)
             patch.setattr(journal, "warn", warned.append)
             try:
-                run_job(source, out, RECIPE)
+                run_job(source, out, RECIPE, measured=True)
             except GemqError as error:
                 return f"the next run was refused: {error.message}"
     try:
@@ -84,7 +84,7 @@ def problem(image: Image, source: Path, root: Path, seal: str, *, ended: bool = 
 def test_the_power_cut_at_any_instant(source, seal, tmp_path, monkeypatch, threads, seeds):
     monkeypatch.setattr(quantize_run, "threads_for", lambda device: threads)
     root = tmp_path / "disk"
-    during, after = interrupted_everywhere(root, lambda: run_job(source, root / "out", RECIPE), seeds=seeds)
+    during, after = interrupted_everywhere(root, lambda: run_job(source, root / "out", RECIPE, measured=True), seeds=seeds)
     assert len(during) > 40
     during = [image for number, image in enumerate(during) if " some " not in image.label or number % 3 == 0]
     monkeypatch.setattr(quantize_run, "threads_for", lambda device: 0)
@@ -121,7 +121,7 @@ SYNCS = {
 @pytest.mark.parametrize("ignored", SYNCS.values(), ids=SYNCS)
 def test_a_sync_that_is_missing_would_be_found(source, seal, tmp_path, ignored):
     root = tmp_path / "disk"
-    during, after = interrupted_everywhere(root, lambda: run_job(source, root / "out", RECIPE), seeds=0, ignored=ignored)
+    during, after = interrupted_everywhere(root, lambda: run_job(source, root / "out", RECIPE, measured=True), seeds=0, ignored=ignored)
     during = [image for image in reversed(during) if image.label.endswith("least")]
     assert any(problem(image, source, root, seal, ended=True) for image in after) or any(
         problem(image, source, root, seal) for image in during
