@@ -39,6 +39,7 @@ from gemq.quantize.schemes import SCALE_DTYPES
 from gemq.quantize.seal import Difference
 from gemq.quantize.stored import Floats, decode, first_difference, integers_of, read, scales_of, zero_points_of
 from gemq.quantize.verify_files import file_differences
+from gemq.quantize.verify_manifest import manifest_differences
 from gemq.quantize.verify_smoothing import Smoothing, column_problem, smoothing_of, source_rows
 
 _LARGEST_CLIP = 1.9
@@ -109,7 +110,7 @@ def verify_against_source(directory: Path, source: Path, structure: Structure | 
     if broken:
         raise IntegrityError(f"the source {source} is not whole: {broken[0]}", "fetch the source again")
     comparison, pairs = Comparison(), Pairs(directory, source, structure, originals)
-    comparison.differences += file_differences(pairs, originals)
+    comparison.differences += [*file_differences(pairs, originals), *manifest_differences(pairs), *_missing_kv_scales(pairs)]
     smoothing = smoothing_of(pairs)
     comparison.differences += smoothing.differences
     jobs: list[tuple[int, Callable[[], object]]] = []
@@ -166,6 +167,18 @@ def _account_for_the_rest(comparison: Comparison, pairs: Pairs) -> None:
     for name in sorted(declared_dropped - set(pairs.originals)):
         why = "is there, expert by expert" if name in pairs.apart else "the source has no such tensor"
         wrong.append(Difference(name, f"is declared as dropped in the manifest, and {why}"))
+
+
+def _missing_kv_scales(pairs: Pairs) -> list[Difference]:
+    """The scales that a config with a kv_cache_scheme needs and the files lack: of keys and of values, for each attention that makes them."""
+    if not pairs.structure.quantization.kv_scales:
+        return []
+    keys = [name for name in pairs.originals if name.endswith(".self_attn.k_proj.weight") and not pairs.is_redundant(name)]
+    scales = sorted(f"{name.removesuffix('k_proj.weight')}{part}_scale" for name in keys for part in "kv")
+    missing = [name for name in scales if name not in pairs.structure.tensors]
+    if scales and missing == scales:
+        return [Difference("config.json", "quantization_config has a kv_cache_scheme, and the files have no scale of keys and values")]
+    return [Difference(name, "is missing: the config has a kv_cache_scheme, which needs it") for name in missing]
 
 
 def _kv_scale_problem(tensor: Tensor, pairs: Pairs) -> str:
