@@ -187,19 +187,7 @@ def _chosen(skeleton: Skeleton, recipe: Recipe, candidates: list[Matrix]) -> dic
 
 
 def _matches(rule: Rule, matrix: Matrix) -> bool:
-    part = matrix.kind.part
-    for entry in rule.match:
-        if entry.startswith("re:"):
-            if matrix.is_table:  # only by its part's name: a pattern for everything means what is multiplied
-                continue
-            try:
-                if re.match(entry.removeprefix("re:"), matrix.tensor.removesuffix(".weight") if matrix.module != "lm_head" else "lm_head"):
-                    return True
-            except re.error as error:
-                raise UsageError(f"the pattern {entry!r} is no regular expression: {error}", "mend the recipe's rule") from None
-        elif entry == part or (entry == "decoder" and part in DECODER_PARTS):
-            return True
-    return False
+    return rule.names(matrix.kind.part, "lm_head" if matrix.module == "lm_head" else matrix.tensor.removesuffix(".weight"))
 
 
 def _what_there_is(skeleton: Skeleton, rule: Rule) -> str:

@@ -19,9 +19,13 @@ _open = local()
 
 
 def read(tensor: Tensor, start: int, nbytes: int) -> bytes:
-    """Bytes of a tensor; a thread keeps the file that it read last open."""
-    if getattr(_open, "path", None) != tensor.file:
-        _open.file, _open.path = open(tensor.file, "rb", buffering=0), tensor.file  # noqa: SIM115
+    """Bytes of a tensor; a thread keeps the file that it read last open until that path leads to another file."""
+    status = os.stat(tensor.file)
+    identity = (status.st_dev, status.st_ino)  # the open file keeps its inode, so that no newer file has the same one
+    if getattr(_open, "identity", None) != identity:
+        _open.file = open(tensor.file, "rb", buffering=0)  # noqa: SIM115
+        opened = os.fstat(_open.file.fileno())
+        _open.identity = (opened.st_dev, opened.st_ino)
     raw = os.pread(_open.file.fileno(), nbytes, tensor.start + start)
     if len(raw) != nbytes:
         raise IntegrityError(f"{tensor.file} ended while {tensor.name} was read", "the file changed: fetch or copy it again")

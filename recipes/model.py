@@ -136,6 +136,17 @@ class Rule(_Frozen):
                 raise ValueError(f"{entry!r} is given twice: leave one out")
         return value
 
+    def names(self, part: str, module: str) -> bool:
+        """Whether an entry of `match` names a matrix of `part` whose module is `module` in the source (`lm_head` for the head).
+
+        Patterns do not reach the tables: a pattern for everything means what is multiplied.
+        """
+        return any(
+            part not in TABLE_PARTS and re.match(entry.removeprefix("re:"), module) is not None if entry.startswith("re:")
+            else entry == part or (entry == "decoder" and part in DECODER_PARTS)
+            for entry in self.match
+        )  # fmt: skip
+
 
 def _require_pattern(entry: str) -> None:
     """Raise ValueError if `entry` (re:...) is not a regular expression, or one that can't match the name of a linear."""

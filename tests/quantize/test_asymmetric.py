@@ -17,7 +17,7 @@ from gemq.recipes.model import Gptq, load_recipe, parse_recipe
 
 def test_the_whole_way_is_the_least_squares_weight_for_the_source_s_outputs():
     weight, inputs = problem(out=12, size=32, tokens=600)
-    source = inputs + 0.3 * torch.randn_like(inputs) + 0.2 * inputs.roll(1, dims=1)
+    source = inputs + 0.02 * torch.randn_like(inputs) + 0.05 * inputs.roll(1, dims=1)
     hessian = gptq.Hessian(32)
     for part, own in zip(inputs.split(150), source.split(150), strict=True):
         hessian.add(part, own)
@@ -38,14 +38,38 @@ def test_a_share_goes_that_far_and_equal_streams_change_nothing():
     options = Gptq(asymmetric=0.25)
     same, other = gptq.Hessian(32), gptq.Hessian(32)
     same.add(inputs, inputs.clone())
-    other.add(inputs, inputs * 1.1)
+    other.add(inputs, inputs * 1.02)
     factorization = gptq.factorize(same.mean("test"), options, "test")
     assert torch.equal(gptq.target(weight, factorization, same), weight)
     whole = gptq.factorize(other.mean("test"), Gptq(asymmetric=1.0), "test")
     step = gptq.target(weight, whole, other) - weight
     quarter = gptq.target(weight, gptq.Factorization(whole.order, whole.factor, whole.moments, options), other) - weight
     torch.testing.assert_close(quarter, 0.25 * step)
-    assert step.abs().max() > 0.01
+    assert step.abs().max() > 0.001
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.0, 0.5, 2.0, 1e6])
+def test_a_target_that_would_grow_or_shrink_its_row_too_far_is_stopped_on_the_way(factor):
+    """What verify allows: a recipe must not make a checkpoint that is taken for a forged one."""
+    weight, inputs = problem(out=12, size=32)
+    weight[3] = 0
+    hessian = gptq.Hessian(32)
+    hessian.add(inputs, inputs * factor)
+    step = gptq.target(weight, gptq.factorize(hessian.mean("test"), Gptq(asymmetric=1.0), "test"), hessian) - weight
+    gain = (step * weight).sum(1) / weight.square().sum(1)
+    alive = torch.arange(12) != 3
+    torch.testing.assert_close(gain[alive].abs(), torch.full((11,), 0.03), rtol=1e-3, atol=1e-4)
+    assert torch.equal(step[3], torch.zeros(32))
+
+
+def test_a_target_that_turns_its_row_too_far_is_stopped_on_the_way():
+    weight, inputs = problem(out=12, size=32)
+    hessian = gptq.Hessian(32)
+    hessian.add(inputs, inputs + 5 * (inputs.roll(1, dims=1) - inputs.roll(-1, dims=1)))
+    step = gptq.target(weight, gptq.factorize(hessian.mean("test"), Gptq(asymmetric=1.0), "test"), hessian) - weight
+    length = step.norm(dim=1) / weight.norm(dim=1)
+    assert length.max() <= 0.2 * 1.001
+    assert ((step * weight).sum(1) / weight.square().sum(1)).abs().max() <= 0.03 * 1.001
 
 
 RECIPE = parse_recipe(

@@ -235,7 +235,8 @@ def test_a_kv_scale_that_is_no_scale_or_of_no_attention_is_named(
     tmp_path: Path, source: Path, tensors: Tensors, module: str, made: torch.Tensor
 ) -> None:
     name = f"{TEXT}.{module}.k_scale"
-    directory, structure = with_kv_scales(tmp_path, tensors, {name: made})
+    sound = {f"{TEXT}.layers.{layer}.self_attn.{part}_scale": torch.ones(1) for layer in range(3) for part in "kv"}
+    directory, structure = with_kv_scales(tmp_path, tensors, {**sound, name: made})
     assert names(verify_against_source(directory, source, structure).differences) == [name]
 
 
