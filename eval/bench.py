@@ -21,7 +21,7 @@ import numpy as np
 from gemq import atomic, output
 from gemq.errors import GemqError, IntegrityError, Interrupted, StoppedSafely, UsageError
 from gemq.eval.endpoint import Endpoint
-from gemq.eval.honesty import Finding, audit
+from gemq.eval.honesty import Finding, audit, repeats
 from gemq.eval.load import Finished, drive
 from gemq.eval.memory import MemoryWatch, kv_cache_tokens
 from gemq.eval.scores import Spread, spread
@@ -29,6 +29,7 @@ from gemq.eval.vllm_load import VllmClient, drives
 from gemq.eval.workloads import Load, Prompt, Workload
 
 JOURNAL = "benchmark.jsonl"
+_STREAMED = "-streamed"  # ends the name of a load's streamed probe
 PROBES = 8  # streamed requests after a load that is not streamed, for the first token's time
 
 
@@ -285,6 +286,17 @@ def _run(endpoint: Endpoint, load: Load, prompts: Sequence[Prompt], journal: Jou
     return measure(run, journal.of(load.name, run))
 
 
+def require_same_model(endpoint: Endpoint, loads: Sequence[Load], prompts: dict[str, list[Prompt]], journal: Journal) -> None:
+    """Send one request again whose answer is kept, outside every measured run; raises IntegrityError where another model answers now."""
+    if not journal.answers:
+        return
+    kept = journal.answers[-1]
+    (load,) = (load for load in loads if kept.load in (load.name, f"{load.name}{_STREAMED}"))
+    if not repeats(endpoint, load, prompts[load.name][kept.index], kept):
+        raise IntegrityError(f"{load.name}: prompt {kept.id} is answered with other tokens than those kept in {journal.path}: {endpoint.name} serves "
+                             "another model now", "choose another --output, or delete that directory, and measure one model from start to end")  # fmt: skip
+
+
 def run_load(
     endpoint: Endpoint, load: Load, prompts: Sequence[Prompt], journal: Journal, *, runs: int, audited: bool, client: VllmClient | None = None
 ) -> LoadResult:
@@ -293,7 +305,7 @@ def run_load(
     measured = tuple(_run(endpoint, load, prompts, journal, run, client) for run in range(runs))
     probe = None
     if not load.streamed:
-        streamed = load.model_copy(update={"name": f"{load.name}-streamed", "streamed": True, "requests": min(PROBES, len(prompts)), "warmups": 0})
+        streamed = load.model_copy(update={"name": f"{load.name}{_STREAMED}", "streamed": True, "requests": min(PROBES, len(prompts)), "warmups": 0})
         probe = _run(endpoint, streamed, prompts[:PROBES], journal, 0)
     findings = audit(endpoint, load, prompts, journal.of(load.name, 0)) if audited else []
     return LoadResult(load, measured, spread([run.tps for run in measured]), probe, tuple(findings), client.name if client else "gemq")
@@ -307,7 +319,7 @@ def run_bench(
     """Measure every load of `workload` at `endpoint`, `prompts` by load's name; returns the result and `partial`.
 
     vLLM's `client`, where there is one, drives the loads that --client `client_kind` leaves it. `target_digest` is the served checkpoint's: what an
-    earlier run kept of another one is refused.
+    earlier run kept of another one is refused. Without it, one request whose answer is kept is sent again first (`require_same_model`).
 
     The directory `partial` keeps what is finished; the caller holds it (`atomic.resumable_directory`, with JOURNAL) and publishes it, so that
     it can add files. Raises StoppedSafely (75) with what was kept when the endpoint dies, UsageError, and IntegrityError when an answer is not
@@ -323,6 +335,8 @@ def run_bench(
            "clients": {name: one.name if one else "gemq" for name, one in clients.items()},
            "prompts": asked}  # fmt: skip
     with _journal(partial, key) as journal:
+        if target_digest is None:
+            require_same_model(endpoint, workload.loads, prompts, journal)
         loads = [run_load(endpoint, load, prompts[load.name], journal, runs=runs, audited=audited, client=clients[load.name])
                  for load in workload.loads]  # fmt: skip
     result = BenchResult(target, endpoint.model, endpoint.base_url, workload, loads, list(server_dependencies), target_digest=target_digest,

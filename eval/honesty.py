@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gemq.errors import IntegrityError, UsageError
 from gemq.eval.endpoint import Connection, Endpoint
 from gemq.eval.load import Finished, drive
 from gemq.eval.records import Record
@@ -53,6 +54,22 @@ def decoded_greedily(endpoint: Endpoint, answers: Sequence[Finished], rescored: 
                 ties += gap > 0
             tokens += len(ids)
     return Finding(name, True, f"{tokens} tokens of {len(known)} answers" + (f", {ties} near-ties" if ties else ""))
+
+
+def repeats(endpoint: Endpoint, load: Load, prompt: Prompt, kept: Finished) -> bool:
+    """Whether `endpoint` still answers `prompt` of `load` with the token ids that were `kept`, or with others that are near-ties by its own scores.
+
+    One model does not always repeat its ids: how many requests are in flight moves the last digits.
+    """
+    again: list[Finished] = []
+    drive(endpoint, load.model_copy(update={"in_flight": 1, "streamed": False, "warmups": 0}), [prompt], [0], again.append)
+    if again[0].token_ids == kept.token_ids:
+        return True
+    try:
+        scored = decoded_greedily(endpoint, [kept])
+    except (IntegrityError, UsageError):  # a server without prompt_logprobs
+        return False
+    return scored is not None and scored.kept
 
 
 def unseen_as_fast(endpoint: Endpoint, load: Load, prompts: Sequence[Prompt], pairs: int = PAIRS) -> Finding:

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ from gemq.text_files import read_lines
 GSM8K = "gsm8k"
 KEY_FILE = "key.json"  # in the directory of kept answers: to which questions they are
 SHOTS, ANSWER_TOKENS = 8, 512
+_REQUESTS = ("generate_until", "loglikelihood", "loglikelihood_rolling")  # lm-eval's kinds of questions
 ANSWER = r"#### (\-?[0-9\.\,]+)"  # GSM8K's own mark of the final number
 
 
@@ -167,7 +169,7 @@ def _with_progress(model: Any, label: str) -> None:
         set_hook(hook)
 
     model.set_cache_hook = set_counting
-    for name in ("generate_until", "loglikelihood", "loglikelihood_rolling"):
+    for name in _REQUESTS:
         ask = getattr(model, name)
 
         def counted(requests: Sequence[Any], ask: Any = ask) -> Any:
@@ -181,10 +183,50 @@ def _with_progress(model: Any, label: str) -> None:
         setattr(model, name, counted)
 
 
-def ask(endpoint: Endpoint, questions: Questions, folder: Path, *, label: str, in_flight: int = 8, tokenizer: Path | None = None) -> list[Domain]:
+def _check_kept(cached: Any, model: Any, name: str) -> None:
+    """Let `cached`, a CachingLM around `model`, ask one question of kind `name` again whose answer it keeps, before it goes on from there."""
+    module = importlib.import_module("lm_eval.api.model")
+    answer = getattr(cached, name)
+
+    def checked(requests: Sequence[Any]) -> Any:
+        # lm-eval keeps no sampled answers
+        known = (request for request in requests if not (name == "generate_until" and request.args[1].get("do_sample"))
+                 and module.hash_args(name, request.args) in cached.dbdict)  # fmt: skip
+        request = next(known, None)
+        if request is not None:
+            kept = cached.dbdict[module.hash_args(name, request.args)]
+            model.set_cache_hook(module.CacheHook(None))  # what is kept stays as it is
+            (now,) = getattr(model, name)([request])
+            model.set_cache_hook(cached.get_cache_hook())
+            if not same_answer(kept, now):
+                raise IntegrityError(f"question {request.doc_id} is answered {_shown(now)} now, and {_shown(kept)} is kept in {cached.cache_db}: the "
+                                     "server answers with another model, or does not decode greedily",
+                                     "choose another --output, or delete what is kept, and measure one model from start to end")  # fmt: skip
+        return answer(requests)
+
+    setattr(cached, name, checked)
+
+
+def same_answer(kept: Any, now: Any) -> bool:
+    """Whether two answers are one model's: equal texts, or log-likelihoods that differ by no more than a server's rounding."""
+    if isinstance(kept, str) or isinstance(now, str):
+        return bool(kept == now)
+    then, later = (float(value[0] if isinstance(value, (tuple, list)) else value) for value in (kept, now))
+    return math.isclose(then, later, rel_tol=0.01, abs_tol=0.05)
+
+
+def _shown(answer: Any) -> str:
+    return repr(answer if len(repr(answer)) <= 60 else f"{str(answer)[:60]}…")
+
+
+def ask(
+    endpoint: Endpoint, questions: Questions, folder: Path, *, label: str, in_flight: int = 8, tokenizer: Path | None = None,
+    check_kept: bool = True,
+) -> list[Domain]:  # fmt: skip
     """Every task's graded questions, asked `in_flight` at a time; answers are kept in `folder` and not asked again.
 
-    Raises StoppedSafely where the endpoint dies, UsageError for tasks or files that can't be used, IntegrityError for what it answers.
+    With `check_kept`, one kept question is asked again first: a server at a URL may serve another model now. Raises StoppedSafely where the endpoint
+    dies, UsageError for tasks or files that can't be used, IntegrityError for what it answers.
     """
     require_lm_eval()
     with _quiet(offline=not questions.tasks):
@@ -207,6 +249,8 @@ def ask(endpoint: Endpoint, questions: Questions, folder: Path, *, label: str, i
         model = _model(endpoint, questions, in_flight, tokenizer)
         _with_progress(model, label)
         cached = caching(model, str(folder / f"{label}.answers.db"))
+        for name in _REQUESTS if check_kept else ():
+            _check_kept(cached, model, name)
         try:
             graded = evaluate(lm=cached, task_dict=loaded, limit=questions.limit, bootstrap_iters=0, log_samples=True,
                                       apply_chat_template=questions.chat, verbosity="CRITICAL")  # fmt: skip
@@ -269,12 +313,13 @@ def evaluate_accuracy(
         read_gsm8k(questions.data)
     digest, their_digest = target.digest, earlier[2] if earlier is not None else None if other is None else other.digest
     reads = tokenizer or target.checkpoint
-    sides = {"target": digest or target.name, "reference": their_digest or reference,
+    sides = {"target": _identity(target, digest), "reference": reference and (their_digest if other is None else _identity(other, their_digest)),
              "tokenizer": None if reads is None else directory_digest(reads)}  # fmt: skip
     with _folder(kept, sides | key) as folder:
         def measure(side: Target, label: str) -> list[Domain]:
             with side.opened(python=python) as (endpoint, _):
-                return ask(endpoint, questions, folder, label=label, in_flight=in_flight, tokenizer=tokenizer or side.checkpoint)
+                return ask(endpoint, questions, folder, label=label, in_flight=in_flight, tokenizer=tokenizer or side.checkpoint,
+                           check_kept=(digest if side is target else their_digest) is None)  # fmt: skip
 
         try:
             ours = measure(target, "target")
@@ -287,6 +332,14 @@ def evaluate_accuracy(
         return AccuracyResult(target.name, None, key, tuple(ours), target_digest=digest, reference_digest=their_digest)
     assert reference is not None
     return replace(compared(target.name, reference, key, ours, theirs), target_digest=digest, reference_digest=their_digest)
+
+
+def _identity(side: Target, digest: str | None) -> str | list[str]:
+    """What distinguishes a side from every other, as far as that can be known: its content digest, or a server's address and its model's name."""
+    if digest is None and side.directory is None:
+        endpoint = Endpoint.open(side.name)
+        return [endpoint.base_url, endpoint.model]
+    return digest or side.name
 
 
 def _kept(folder: Path | None) -> str:

@@ -211,7 +211,8 @@ def _accuracy(label: str) -> Callable[[Rehearsal, Endpoint | None, int | None], 
         questions = Questions(job.gsm8k, limit=job.limit)
         answers = job.folder / "answers"
         answers.mkdir(exist_ok=True)
-        domains = ask(endpoint, questions, answers, label=label, tokenizer=job.target.checkpoint)
+        digest = job.digests()["reference_digest" if label == "reference" else "target_digest"]
+        domains = ask(endpoint, questions, answers, label=label, tokenizer=job.target.checkpoint, check_kept=digest is None)
         return AccuracyResult(label, None, questions.key(), tuple(domains)).to_json()
 
     return measure

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,8 +124,8 @@ def read_measured(directory: Path) -> list[dict[str, Any]]:
 
 
 def joined(measurements: list[dict[str, Any]], more: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`measurements` and `more`; a later one of the same kind and models on as much of the same data takes the earlier one's place."""
-    keys = ("kind", "data_sha256", "dtype", "tokens", "records", "target_digest", "reference_digest")
+    """`measurements` and `more`; a later one of the same kind and models on as much of the same data, computed alike, takes the earlier one's place."""
+    keys = ("kind", "data_sha256", "dtype", "device", "tokens", "records", "target_digest", "reference_digest")
     by_key = {tuple(made.get(key) for key in keys): made for made in [*measurements, *more]}
     return list(by_key.values())
 
@@ -136,6 +137,18 @@ def whose(measurement: dict[str, Any], digest: str) -> str:
     """
     target = measurement.get("target_digest")
     return UNBOUND if target is None else "" if target == digest else str(target)
+
+
+def source_digest(manifest: Mapping[str, Any]) -> str | None:
+    """The content digest of the source that a manifest (gemq.json) records, as `directory_digest` computes it; None where it records no files."""
+    source = manifest.get("source")
+    files = source.get("files") if isinstance(source, dict) else None
+    return files_digest(files) if isinstance(files, dict) and files else None
+
+
+def is_against(measurement: Mapping[str, Any], source: str | None) -> bool:
+    """Whether a measurement's reference is the source with the content digest `source`: only then are its ratio and KL those to the source."""
+    return source is not None and measurement.get("reference_digest") == source
 
 
 def rebound(measurements: list[dict[str, Any]], files: list[SealedFile], measured_as: str | None = None) -> list[dict[str, Any]]:
@@ -197,9 +210,8 @@ def card_bytes(manifest: dict[str, Any], recipe: dict[str, Any], files: list[Sea
     """`README.md` of a checkpoint that `files` (sealed or about to be), gemq.json and recipe.yaml describe."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    digest, source = content_digest(files), manifest["source"]
-    source_digest = files_digest(source["files"])
-    results = eval_results(_indexed(measurements, digest, source_digest))
+    digest, source, original = content_digest(files), manifest["source"], source_digest(manifest)
+    results = eval_results(_indexed(measurements, digest, original))
     on_hub = source["revision"] is not None
     data = ModelCardData(
         base_model=source["model"] if on_hub else None, base_model_relation="quantized" if on_hub else None, library_name="vllm",
@@ -208,7 +220,7 @@ def card_bytes(manifest: dict[str, Any], recipe: dict[str, Any], files: list[Sea
     )  # fmt: skip
     body = "\n".join([
         f"# {model_name(manifest)}", "", _opening(manifest, recipe), "", *_sizes(manifest), "",
-        *_quality(measurements, digest, source_digest), "",
+        *_quality(measurements, digest, original), "",
         *_making(manifest, recipe), "", *_searching(manifest), *_serving(), "", *_checking(digest), "",
     ])  # fmt: skip
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}")).encode()
@@ -239,14 +251,13 @@ def _sizes(manifest: dict[str, Any]) -> list[str]:
             f"A weight of the decoder's linears has {sizes['bits_per_decoder_weight']:.2f} bits, scales included."]  # fmt: skip
 
 
-def _indexed(measurements: list[dict[str, Any]], digest: str, source_digest: str) -> list[dict[str, Any]]:
+def _indexed(measurements: list[dict[str, Any]], digest: str, source: str | None) -> list[dict[str, Any]]:
     """What the model index may say: measurements of these weights, and comparisons where the reference was the source."""
     own = [made for made in measurements if not whose(made, digest)]
-    return [made if made.get("reference_digest") == source_digest else {key: made[key] for key in made if key not in ("ratio", "kl_nats")}
-            for made in own]  # fmt: skip
+    return [made if is_against(made, source) else {key: made[key] for key in made if key not in ("ratio", "kl_nats")} for made in own]
 
 
-def _quality(measurements: list[dict[str, Any]], digest: str, source_digest: str) -> list[str]:
+def _quality(measurements: list[dict[str, Any]], digest: str, source: str | None) -> list[str]:
     if not measurements:
         return ["## Quality", "", "Not measured. `gemq eval-ppl CHECKPOINT --reference SOURCE --data FILE --output ppl.json` measures, and "
                 "`gemq card CHECKPOINT --measured ppl.json --output NEW` writes it here."]  # fmt: skip
@@ -254,7 +265,7 @@ def _quality(measurements: list[dict[str, Any]], digest: str, source_digest: str
     own = [made for made in measurements if not whose(made, digest)]
     if own:
         lines += ["", "Measured on these weights by gemq. Bounds are one-sided, 95%, with records as clusters; perplexity is "
-                  "exp(total NLL / target tokens).", "", *_table(own, source_digest)]  # fmt: skip
+                  "exp(total NLL / target tokens).", "", *_table(own, source)]  # fmt: skip
     others: dict[str, list[dict[str, Any]]] = {}
     for made in measurements:
         if whose(made, digest):
@@ -263,21 +274,21 @@ def _quality(measurements: list[dict[str, Any]], digest: str, source_digest: str
         why = ("these measurements do not record which weights they were made on" if whom == UNBOUND
                else f"these measurements are of another checkpoint, with the content digest `{whom}`")  # fmt: skip
         lines += ["", f"### {'Unbound' if whom == UNBOUND else 'Of another checkpoint'}", "", f"Not shown to be of these weights: {why}.", "",
-                  *_table(listed, source_digest)]  # fmt: skip
+                  *_table(listed, source)]  # fmt: skip
     return lines
 
 
-def _table(measurements: list[dict[str, Any]], source_digest: str) -> list[str]:
+def _table(measurements: list[dict[str, Any]], source: str | None) -> list[str]:
     lines = ["| data | quantity | value | std. error | 95% upper bound | tokens | records |", "|---|---|---|---|---|---|---|"]
     for made in measurements:
-        of_source = made.get("reference_digest") == source_digest
+        of_source = is_against(made, source)
         for key in (key for key in KINDS[made["kind"]] if key in made):
             numbers = ("–" if made[key][name] is None else f"{made[key][name]:.6g}" for name in _NUMBERS)
             name = _NAMES[key] if of_source else _NAMES[key].replace("the source", "the reference")
             lines.append(f"| {made['data']} | {name} | {' | '.join(numbers)} | {made['tokens']} | {made['records']} |")
     used = sorted({(made["data"], made["data_sha256"], made["dtype"], made.get("device", "")) for made in measurements})
     lines += ["", *(f"- {data}: SHA-256 `{digest}`, computed in {dtype}{f' on {device}' if device else ''}" for data, digest, dtype, device in used)]
-    strange = sorted({made["reference_digest"] for made in measurements if made.get("reference_digest") not in (None, source_digest)})
+    strange = sorted({made["reference_digest"] for made in measurements if made.get("reference_digest") is not None and not is_against(made, source)})
     return [*lines, *(f"- a reference is not the source of this checkpoint: its content digest is `{digest}`" for digest in strange)]
 
 

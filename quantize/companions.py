@@ -7,26 +7,32 @@ weights for other frameworks. None of that is part of what is quantized, measure
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from gemq.errors import IntegrityError
-from gemq.shards import INDEX_FILE, ShardReader
+from gemq.errors import IntegrityError, UsageError
+from gemq.shards import INDEX_FILE, ShardReader, shard_files
 from gemq.source import file_hashes
 
-# transformers' names (utils/__init__.py, tokenization_utils_base.py, the tokenizers' vocab_files_names), licences, code of the model's own
-_SERVED = (
+# transformers' names (utils/__init__.py, tokenization_utils_base.py, the tokenizers' vocab_files_names), code of the model's own
+_LOADED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "preprocessor_config.json", "processor_config.json",
     "video_preprocessor_config.json", "audio_tokenizer_config.json", "chat_template.json", "*.jinja",
     "modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py", "*_processing_*.py", "feature_extraction_*.py",
+)  # fmt: skip
+_LICENCES = (
     "license*", "licence*", "notice*", "copying*", "copyright*", "use_policy*", "*terms_of_use*", "prohibited_use_policy*",
 )  # fmt: skip
 _TEMPLATES = "additional_chat_templates"  # the one folder that transformers reads beside a model: named chat templates
 _NOT_SERVED = ("*.safetensors", "*.bin")  # whatever else a pattern above lets through
+_STATED = ("config.json", INDEX_FILE)  # read beside the shards, and written again for a checkpoint
+_QUANTIZED = ("quantize_config.json", "hf_quant_config.json")  # what a quantized checkpoint may state beside config.json
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
 # read for what the checkpoint's own are made of, or gemq's note on a model that it made
-_READ = {"config.json", INDEX_FILE, "README.md", "gemq-demo.json"}
+_READ = {*_STATED, "README.md", "gemq-demo.json"}
 
 
 def companion_files(source: Path) -> Iterator[Path]:
@@ -58,7 +64,7 @@ def files_read(source: Path, weights: ShardReader) -> list[str]:
     for path in copied:
         if path.suffix == ".json":
             _require_json(source / path)
-    stated = [name for name in ("config.json", INDEX_FILE, "README.md") if (source / name).is_file()]
+    stated = [name for name in (*_STATED, *_QUANTIZED, "README.md") if (source / name).is_file()]
     return sorted({*stated, *(path.name for path in weights.files), *(path.as_posix() for path in copied)})
 
 
@@ -67,11 +73,41 @@ def source_hashes(source: Path, weights: ShardReader) -> dict[str, str]:
     return file_hashes(source, files_read(source, weights))
 
 
+def is_loaded(name: str) -> bool:
+    """Whether a loader reads the file `name` of a checkpoint: weights, configs, tokenizer, templates, code; not licences, cards or gemq's own files.
+
+    By its name alone: which of several files of weights are read, the directory says (`loaded_files`).
+    """
+    folder, _, last = name.rpartition("/")
+    if folder:
+        return folder == _TEMPLATES and last.endswith(".jinja")
+    return name in (*_STATED, *_QUANTIZED) or _matches(name, _LOADED) or (not name.startswith(".") and _has_name(name, _WEIGHTS))
+
+
+def loaded_files(directory: Path) -> list[str]:
+    """The files of an unsealed `directory` that a loader reads, sorted: those of `files_read` that `is_loaded`.
+
+    Without safetensors weights under their usual names, whatever else is named like weights counts. Raises IntegrityError for an index or a link
+    that can't be followed.
+    """
+    try:
+        weights = [path.name for path in shard_files(directory)]
+    except UsageError:
+        weights = [path.name for path in directory.iterdir() if _has_name(path.name, _WEIGHTS) and not path.name.startswith(".")]
+    stated = [name for name in (*_STATED, *_QUANTIZED) if os.path.lexists(directory / name)]
+    return sorted({*stated, *weights, *filter(is_loaded, (path.as_posix() for path in companion_files(directory)))})
+
+
 def _is_served(name: str) -> bool:
-    lower = name.lower()
-    if name.startswith(".") or any(fnmatchcase(lower, pattern) for pattern in _NOT_SERVED):
-        return False
-    return any(fnmatchcase(lower if "*" in pattern else name, pattern) for pattern in _SERVED)
+    return _matches(name, (*_LOADED, *_LICENCES))
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return not name.startswith(".") and not _has_name(name, _NOT_SERVED) and _has_name(name, patterns)
+
+
+def _has_name(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name.lower() if "*" in pattern else name, pattern) for pattern in patterns)
 
 
 def _require_json(path: Path) -> None:

@@ -2,7 +2,8 @@
 
 A sealed checkpoint has the content digest that its card names and `gemq verify` prints: the SHA-256 of its seal over every file but card and
 measurements. Its files are hashed and compared with the seal first, so that the digest is of the bytes that are read. An unsealed directory has the
-SHA-256 of the canonical JSON {name: SHA-256} of the files at its top that a loader reads (`MODEL_FILES`).
+SHA-256 of the canonical JSON {name: SHA-256} of the files that a loader reads (`companions.loaded_files`). A manifest lists the same files of a
+source, so that a source has one digest, whatever else is stored in its directory.
 
 Times and sizes of files decide nothing between two processes: both can be preserved by a copy. Within one process a digest is computed once and
 used again while no file's inode, size, time or time of status change (which no copy can set) differs.
@@ -15,16 +16,12 @@ import json
 import os
 import stat
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from gemq.errors import IntegrityError
+from gemq.quantize.companions import is_loaded, loaded_files
 from gemq.quantize.seal import SEAL_FILE, SealedFile, content_digest, read_seal
 from gemq.source import file_hashes
-
-MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json",
-               "added_tokens.json", "chat_template*", "*.py")  # fmt: skip
-"""Names of the files that say what an unsealed model computes: weights, configs, tokenizer, templates, code."""
 
 _Status = tuple[tuple[str, int, int, int, int, int], ...]
 _KNOWN: dict[Path, tuple[_Status, str]] = {}
@@ -32,7 +29,7 @@ _KNOWN: dict[Path, tuple[_Status, str]] = {}
 
 def files_digest(sha256s: Mapping[str, str]) -> str:
     """The digest of an unsealed directory whose files have these SHA-256 (name -> hex); files that no loader reads don't count."""
-    counted = {name: digest for name, digest in sha256s.items() if _is_model_file(name)}
+    counted = {name: digest for name, digest in sha256s.items() if is_loaded(name)}
     return hashlib.sha256(json.dumps(counted, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -42,9 +39,7 @@ def directory_digest(directory: Path) -> str:
     Raises IntegrityError where a sealed checkpoint's files are not what was sealed, or one can't be read.
     """
     sealed = {file.path: file for file in read_seal(directory)} if (directory / SEAL_FILE).exists() else None
-    names = _visible_files(directory) if sealed is not None else sorted(
-        path.name for path in directory.iterdir() if _is_model_file(path.name) and not path.is_dir()
-    )  # fmt: skip
+    names = _visible_files(directory) if sealed is not None else loaded_files(directory)
     status = _status(directory, [*names, *([SEAL_FILE] if sealed is not None else [])])
     known = _KNOWN.get(directory.resolve())
     if known is not None and known[0] == status:
@@ -71,10 +66,6 @@ def require_unchanged(directory: Path, digest: str) -> None:
     """Raise IntegrityError where the checkpoint in `directory` is not the one that `digest` was computed of any more."""
     if directory_digest(directory) != digest:
         raise IntegrityError(f"{directory} changed while it was measured", "measure it again, and leave it alone meanwhile")
-
-
-def _is_model_file(name: str) -> bool:
-    return "/" not in name and not name.startswith(".") and any(fnmatchcase(name, pattern) for pattern in MODEL_FILES)
 
 
 def _visible_files(directory: Path) -> list[str]:

@@ -16,9 +16,10 @@ from gemq.config_file import complete_config, read_config, text_config
 from gemq.errors import IntegrityError, UsageError
 from gemq.quantize import seal
 from gemq.quantize.audit import Structure, audit_structure, strict_json
+from gemq.quantize.card import is_against, source_digest
 from gemq.quantize.content import directory_digest
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+_COMMIT, _SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 
 
@@ -186,7 +187,7 @@ def place(directory: Path, names: Sequence[str], target: Path, *, copy: bool) ->
 class Measured:
     """A result of `gemq eval-ppl --json` or `eval-kl --json`: rows of (quantity, value, upper bound) and what they were measured on.
 
-    `unbound` where it does not record which weights it is of.
+    `unbound` where it does not record which weights it is of. `against` is "" where its reference is the checkpoint's source, or where it has none.
     """
 
     rows: tuple[tuple[str, str, str], ...]
@@ -196,9 +197,10 @@ class Measured:
     computed: str
     served: bool = field(default=False)
     unbound: bool = field(default=False)
+    against: str = field(default="")
 
 
-_QUANTITIES = {"ppl": "PPL", "reference_ppl": "PPL of the reference", "ratio": "PPL ratio", "kl_nats": "KL to the reference, nats a token"}
+_QUANTITIES = {"ppl": "PPL", "reference_ppl": "PPL of {}", "ratio": "PPL ratio to {}", "kl_nats": "KL from {}, nats a token"}
 
 
 def read_measured(path: Path, checkpoint: Checkpoint) -> Measured:
@@ -213,11 +215,14 @@ def read_measured(path: Path, checkpoint: Checkpoint) -> Measured:
     if not isinstance(document, dict) or document.get("kind") not in ("ppl", "kl"):
         raise UsageError(f"--measured {path} is no measurement of PPL or KL", advice)
     try:
-        rows = tuple((_QUANTITIES[key], _number(document[key]["value"]), _number(document[key]["upper_95"]))
+        of_source = is_against(document, source_digest(checkpoint.manifest))
+        rows = tuple((_QUANTITIES[key].format("the source" if of_source else "another reference"), _number(document[key]["value"]), _number(document[key]["upper_95"]))
                      for key in _QUANTITIES if document.get(key) is not None)
         target, tokens, records = str(document["target"]), int(document["tokens"]), int(document["records"])
         data = f"{Path(document['data']).name} (sha256 {document['data_sha256'][:12]}…)"
-        computed = str(document["dtype"])
+        computed, reference_digest = str(document["dtype"]), document.get("reference_digest")
+        if reference_digest is not None and not (isinstance(reference_digest, str) and _SHA256.fullmatch(reference_digest)):
+            raise ValueError(f"its reference_digest is {str(reference_digest)[:80]!r}, not a SHA-256")
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"--measured {path} is not whole: {error!r}", advice) from None
     digest = document.get("target_digest")
@@ -226,7 +231,14 @@ def read_measured(path: Path, checkpoint: Checkpoint) -> Measured:
     elif digest != checkpoint.digest:
         raise UsageError(f"--measured {path} was measured on other weights (content digest {str(digest)[:16]}…), and {checkpoint.directory} has "
                          f"{checkpoint.digest[:16]}…", "measure this checkpoint")  # fmt: skip
-    return Measured(rows, data, tokens, records, computed, target.startswith(("http://", "https://")), digest is None)
+    against = "" if of_source or document.get("reference") is None else _other_reference(reference_digest)
+    if against:
+        output.warn(f"--measured {path} is not against the source that the checkpoint was made from: the README names {against}")
+    return Measured(rows, data, tokens, records, computed, target.startswith(("http://", "https://")), digest is None, against)
+
+
+def _other_reference(digest: str | None) -> str:
+    return "a reference whose weights are not recorded" if digest is None else f"a reference with the content digest `{digest}`"
 
 
 def _number(value: object) -> str:
@@ -254,7 +266,8 @@ def _measured_table(measured: Sequence[Measured]) -> list[str]:
     for one in measured:
         how = "through the endpoint" if one.served else f"locally in {one.computed}"
         lines += [f"| {name} | {value} | {upper} | {one.tokens} | {one.records} | {one.data} | {how} |" for name, value, upper in one.rows]
-    return lines
+    others = dict.fromkeys(one.against for one in measured if one.against)
+    return [*lines, *(["", "Another reference is not shown to be the source of this checkpoint:", ""] if others else []), *(f"- {one}" for one in others)]
 
 
 def checkpoint_section(checkpoint: Checkpoint, where: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from gemq.errors import IntegrityError, UsageError
 from gemq.quantize.audit import strict_json
-from gemq.quantize.card import UNBOUND
+from gemq.quantize.card import UNBOUND, is_against, source_digest
 from gemq.quantize.content import directory_digest
 from gemq.quantize.provenance import MANIFEST_FILE
 from gemq.quantize.seal import MEASURED_FILE, SEAL_FILE, read_regular
@@ -87,6 +87,24 @@ class Material:
             return UNBOUND
         names = [checkpoint.name for checkpoint in self.checkpoints if checkpoint.digest == digest]
         return " and ".join(names) or f"a checkpoint that is not here ({digest[:12]}…)"
+
+    def against(self, document: dict[str, Any] | None) -> str:
+        """What a measurement was compared with: the source of its checkpoint, or another reference, by its digest."""
+        document = document or {}
+        if any(is_of(document, checkpoint) and is_against_source(document, checkpoint) for checkpoint in self.checkpoints):
+            return "the source"
+        digest = document.get("reference_digest")
+        return f"another reference ({digest[:12]}…)" if isinstance(digest, str) else "a reference that is not recorded"
+
+
+def is_of(document: dict[str, Any], checkpoint: Checkpoint) -> bool:
+    """Whether a measurement is of `checkpoint`: by its content digest alone."""
+    return checkpoint.digest is not None and document.get("target_digest") == checkpoint.digest
+
+
+def is_against_source(document: dict[str, Any], checkpoint: Checkpoint) -> bool:
+    """Whether a measurement's reference is the source of `checkpoint`, as the model card decides it: by the digest of the files that gemq.json records."""
+    return is_against(document, source_digest(checkpoint.manifest))
 
 
 def collect(directory: Path) -> Material:

@@ -222,7 +222,7 @@ def divergence(data: dict[str, Any]) -> Figure:
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(_power_of_ten)
     axes.set_xlim(data["measured"][0]["edges"][0], data["measured"][0]["edges"][-1])
-    axes.set_xlabel("KL(source || checkpoint) at a position, nats")
+    axes.set_xlabel("KL(reference || checkpoint) at a position, nats")
     axes.set_ylabel("positions, %")
     axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.12)
     axes.legend(loc="upper left")

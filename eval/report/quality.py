@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from gemq.eval.histogram import EDGES, kl_histogram
-from gemq.eval.report.collect import Checkpoint, Material, Rehearsed, Result
+from gemq.eval.report.collect import Checkpoint, Material, Rehearsed, Result, is_against_source, is_of
 from gemq.eval.report.tables import Missing, Section, Table, number, percent, rows_of, size
 from gemq.eval.scores import PPL_MARGIN
 
@@ -51,7 +51,7 @@ def _used(gate: dict[str, Any]) -> float | None:
 def tradeoff(material: Material) -> Section | Missing:
     """Perplexity over the source's against the bytes that a decoded token reads, with budgets."""
     title = "Perplexity against bytes a token"
-    points, sources, tried, budgets = [], {}, [], {}
+    points, others, sources, tried, budgets = [], [], {}, [], {}
     for checkpoint in material.checkpoints:
         sizes = checkpoint.manifest["bytes"]
         model = str(checkpoint.manifest["source"]["model"])
@@ -63,26 +63,35 @@ def tradeoff(material: Material) -> Section | Missing:
             tried += [one for trial in search["tried"] if (one := _tried(checkpoint.name, trial, budget["kind"])) is not None]
         for made in _measurements(material, checkpoint):
             ratio = made["ratio"]
-            points.append({
+            against_source = is_against_source(made, checkpoint)
+            (points if against_source else others).append({
                 "name": checkpoint.name, "bytes_per_token": sizes["per_token_checkpoint"],
                 "bits_per_decoder_weight": sizes["bits_per_decoder_weight"], "ratio": ratio["value"],
                 "ratio_upper_95": ratio["upper_95"], "ppl": made["ppl"]["value"],
                 "reference_ppl": made["reference_ppl"]["value"], "data": made["data"], "records": made["records"], "tokens": made["tokens"],
-                "from": made["from"],
+                "dtype": made.get("dtype"), "device": made.get("device"), "against": material.against(made), "from": made["from"],
             })  # fmt: skip
-            key = (model, made["data_sha256"], made["tokens"])
-            sources[key] = {"model": model, "bytes_per_token": sizes["per_token_source"], "ppl": made["reference_ppl"]["value"], "data": made["data"]}
+            if against_source:
+                key = (model, made["data_sha256"], made["tokens"], made["records"], made.get("dtype"), made.get("device"))
+                sources[key] = {"model": model, "bytes_per_token": sizes["per_token_source"], "ppl": made["reference_ppl"]["value"],
+                                "data": made["data"]}  # fmt: skip
     tried, not_shown = _once(tried), _not_shown(material)
     if not points:
         why = "no checkpoint's perplexity was measured against its source's" if material.checkpoints else "no checkpoint is there"
+        why += "".join(f"; {one['from']} is against {one['against']}" for one in others)
         why += "".join(f"; {reason.removeprefix('Not shown: ').rstrip('.')}" for reason in not_shown)
         return Missing("tradeoff", title, why, "gemq eval-ppl CHECKPOINT --reference SOURCE --data RECORDS.jsonl --output DIR/ppl.json")
     if any(one.verdict is not None and one.verdict.get("arena") == "efficient-gemma" for one in material.rehearsals):
         budgets[f"cap of efficient-gemma: {percent(1 + PPL_MARGIN, 0)}"] = 1 + PPL_MARGIN
     rows = [(one["name"], size(one["bytes_per_token"]), one["bits_per_decoder_weight"], one["ppl"], one["reference_ppl"], percent(one["ratio"]),
-             percent(one["ratio_upper_95"]), one["data"], one["records"]) for one in points]  # fmt: skip
-    columns = ("checkpoint", "a token reads", "bits a weight", "PPL", "source's PPL", "difference", "95% bound", "data", "records")
+             percent(one["ratio_upper_95"]), one["data"], one["records"], _computed(one)) for one in points]  # fmt: skip
+    columns = ("checkpoint", "a token reads", "bits a weight", "PPL", "source's PPL", "difference", "95% bound", "data", "records", "computed")
     tables = [Table(columns, rows_of(rows), frozenset({1, 2, 3, 4, 5, 6, 8}))]
+    if others:
+        compared = [(one["name"], one["against"], one["ppl"], one["reference_ppl"], percent(one["ratio"]), percent(one["ratio_upper_95"]),
+                     one["data"], one["records"], _computed(one)) for one in others]  # fmt: skip
+        tables.append(Table(("checkpoint", "against", "PPL", "reference's PPL", "difference", "95% bound", "data", "records", "computed"),
+                            rows_of(compared), frozenset({2, 3, 4, 5, 7}), "Against another reference than the source"))
     if tried:
         built = [(one["mix"], size(one["bytes_per_token"]), one["bits_per_decoder_weight"], percent(one["predicted_ratio"]), percent(one["ratio"]),
                  percent(one["ratio_upper_95"]), "chosen" if one["chosen"] else "met" if one["met"] else "not met") for one in tried]  # fmt: skip
@@ -93,9 +102,13 @@ def tradeoff(material: Material) -> Section | Missing:
     if tried:
         text.append("Predicted is what the search expected from each unit's own measurement; everything else here is measured on a finished "
                     "checkpoint.")  # fmt: skip
-    data = {"checkpoints": points, "sources": list(sources.values()), "tried": tried,
+    data = {"checkpoints": points, "against_others": others, "sources": list(sources.values()), "tried": tried,
             "budgets": [{"label": label, "ratio": ratio} for label, ratio in budgets.items()]}  # fmt: skip
     return Section("tradeoff", title, text, data, "Perplexity over the source's against the bytes that a decoded token reads", tables, not_shown)
+
+
+def _computed(one: dict[str, Any]) -> str:
+    return " on ".join(one[key] for key in ("dtype", "device") if one[key]) or "–"
 
 
 def _once(tried: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -121,21 +134,32 @@ def _tried(name: str, trial: dict[str, Any], kind: str) -> dict[str, Any] | None
 
 
 def _measurements(material: Material, checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """Every perplexity of `checkpoint` with its source's: of its own account, and of results, where their digest is this checkpoint's."""
-    found = {}
-    for made in checkpoint.measured:
-        if made["kind"] == "ppl" and made.get("ratio") and is_of(made, checkpoint):
-            found[made["data_sha256"], made["tokens"]] = {**made, "from": f"{checkpoint.name}/measured.json"}
+    """Every perplexity of `checkpoint` with a reference's: of its own account, and of results, where their digest is this checkpoint's.
+
+    Two are one measurement only where reference, data and how it was computed are equal. A result has more details than the account's copy of it,
+    which names the kind of device alone, and takes its place.
+    """
+    results = {}
     for result in material.of_kind("ppl"):
         document = result.document
         if document.get("ratio") and is_of(document, checkpoint):
-            found[document["data_sha256"], document["tokens"]] = {**document, "data": document["data"].rpartition("/")[2], "from": result.name}
-    return list(found.values())
+            results[_key(document, document.get("device"))] = {**document, "data": document["data"].rpartition("/")[2], "from": result.name}
+    copied = {_key(one, _device_kind(one)) for one in results.values()}
+    own = {}
+    for made in checkpoint.measured:
+        key = _key(made, _device_kind(made))
+        if made["kind"] == "ppl" and made.get("ratio") and is_of(made, checkpoint) and key not in copied:
+            own[key] = {**made, "from": f"{checkpoint.name}/measured.json"}
+    return [*own.values(), *results.values()]
 
 
-def is_of(document: dict[str, Any], checkpoint: Checkpoint) -> bool:
-    """Whether a measurement is of `checkpoint`: by its content digest alone."""
-    return checkpoint.digest is not None and document.get("target_digest") == checkpoint.digest
+def _key(made: dict[str, Any], device: str | None) -> tuple[Any, ...]:
+    return (*(made.get(key) for key in ("data_sha256", "tokens", "records", "dtype", "reference_digest")), device)
+
+
+def _device_kind(made: dict[str, Any]) -> str | None:
+    device = made.get("device")
+    return device.partition(" ")[0] if isinstance(device, str) else None
 
 
 def _not_shown(material: Material) -> list[str]:
@@ -183,23 +207,24 @@ def divergence(material: Material) -> Section | Missing:
     entries = []
     for one in material.rehearsals:
         if one.stages.keys() >= {"scores", "reference-scores"}:
-            entries.append(_served_histogram(one) | {"of": material.origin(one.verdict)})
+            entries.append(_served_histogram(one) | {"of": material.origin(one.verdict), "against": material.against(one.verdict)})
     for result in [*material.of_kind("ppl"), *material.of_kind("kl")]:
         counts = result.document.get("kl_histogram")
         if counts:
             estimate = result.document["kl_nats"]
-            entries.append({"name": result.name, "of": material.origin(result.document), "how": "over the whole vocabulary", "edges": list(EDGES),
+            entries.append({"name": result.name, "of": material.origin(result.document), "against": material.against(result.document),
+                            "how": "over the whole vocabulary", "edges": list(EDGES),
                             "counts": list(counts),
                             "mean": estimate["value"], "upper_95": estimate["upper_95"]})
     if not entries:
         return Missing("divergence", title, "no KL was measured position by position",
                        "gemq eval-kl CHECKPOINT --reference SOURCE --data RECORDS.jsonl --output DIR/kl.json")
-    rows = [(e["name"], e["of"], e["how"], sum(e["counts"]), e["mean"], e["upper_95"], _quantile(e, 0.5), _quantile(e, 0.99),
+    rows = [(e["name"], e["of"], e["against"], e["how"], sum(e["counts"]), e["mean"], e["upper_95"], _quantile(e, 0.5), _quantile(e, 0.99),
              f"{100 * _above(e, 0.1):.1f}%")
             for e in entries]  # fmt: skip
-    table = Table(("measured by", "of", "how", "positions", "mean", "95% bound", "median, at most", "99% are below", "above 0.1"), rows_of(rows),
-                  frozenset({3, 4, 5, 6, 7, 8}))  # fmt: skip
-    text = ["KL(source || checkpoint) in nats at each scored position. A few positions usually carry most of the mean, so the mean alone says "
+    table = Table(("measured by", "of", "against", "how", "positions", "mean", "95% bound", "median, at most", "99% are below", "above 0.1"),
+                  rows_of(rows), frozenset({4, 5, 6, 7, 8, 9}))  # fmt: skip
+    text = ["KL(reference || checkpoint) in nats at each scored position. A few positions usually carry most of the mean, so the mean alone says "
             "little about the rest. Quantiles are the upper ends of their bins."]  # fmt: skip
     return Section("divergence", title, text, {"measured": entries}, "How many positions have which KL", [table])
 
@@ -234,8 +259,9 @@ def _above(entry: dict[str, Any], limit: float) -> float:
 def records(material: Material) -> Section | Missing:
     """Each record's perplexity beside the reference's."""
     title = "Perplexity record by record"
-    entries = [entry | {"of": material.origin(one.verdict)} for one in material.rehearsals if (entry := _rehearsed_records(one)) is not None]
-    entries += [entry | {"of": material.origin(result.document)} for result in material.of_kind("ppl")
+    entries = [entry | {"of": material.origin(one.verdict), "against": material.against(one.verdict)} for one in material.rehearsals
+               if (entry := _rehearsed_records(one)) is not None]  # fmt: skip
+    entries += [entry | {"of": material.origin(result.document), "against": material.against(result.document)} for result in material.of_kind("ppl")
                 if (entry := _measured_records(result)) is not None]  # fmt: skip
     if not entries:
         return Missing("records", title, "no perplexity was measured record by record beside a reference's",
@@ -245,7 +271,7 @@ def records(material: Material) -> Section | Missing:
         worst = sorted(entry["records"], key=lambda record: -record["ratio"])[:5]
         rows = [(record["id"], record["tokens"], record["ppl"], record["reference_ppl"], percent(record["ratio"])) for record in worst]
         tables.append(Table(("record", "tokens", "PPL", "reference's PPL", "difference"), rows_of(rows), frozenset({1, 2, 3, 4}),
-                            f"{entry['name']}, of {entry['of']}: {percent(entry['ratio'])} over all, {len(entry['records'])} records; "
+                            f"{entry['name']}, of {entry['of']} against {entry['against']}: {percent(entry['ratio'])} over all, {len(entry['records'])} records; "
                             "the five that lost most"))
     return Section("records", title, ["Each point is a record; those above the line of 0% became less likely than they are to the reference."],
                    {"measured": entries}, "Each record's perplexity over the reference's", tables)

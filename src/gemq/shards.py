@@ -120,6 +120,36 @@ def _tensor_info(path: Path, base: int, name: str, entry: object, broken) -> Ten
     return TensorInfo(name, dtype, tuple(shape), path, base + offsets[0], nbytes)
 
 
+def shard_files(directory: Path) -> list[Path]:
+    """The shards that a loader reads in `directory`, by name: those that the index lists, or the single file; their headers are not read.
+
+    Raises IntegrityError for an index that can't be read, UsageError where there are neither.
+    """
+    return sorted(_shards(directory))
+
+
+def _shards(directory: Path) -> dict[Path, list[str] | None]:
+    """Shard -> the tensors that the index places there; None for the single file."""
+    index, single = directory / INDEX_FILE, directory / SINGLE_FILE
+    if index.exists():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            pairs = [(str(name), str(file)) for name, file in weight_map.items()]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise IntegrityError(f"{index} can't be read ({error!r})", "fetch or copy that file again") from None
+        shards: dict[Path, list[str] | None] = {}
+        for name, file in pairs:
+            if file != os.path.basename(file) or file in (".", "..", ""):
+                raise IntegrityError(f"{index} places {name} outside the checkpoint, in {file!r}", "don't use this checkpoint")
+            names = shards.setdefault(directory / file, [])
+            assert names is not None
+            names.append(name)
+        return shards
+    if single.exists():
+        return {single: None}
+    raise UsageError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}", "point to a directory with safetensors weights")
+
+
 def _opened(descriptors: dict[Path, int], opening: Lock, path: Path, flags: int) -> int:
     """The descriptor of `path` in `descriptors`, opened by the first thread that asks."""
     with opening:
@@ -137,7 +167,7 @@ class ShardReader:
         self._descriptors: dict[Path, int] = {}
         self._opening = Lock()
         self.tensors: dict[str, TensorInfo] = {}
-        for path, names in self._shards().items():
+        for path, names in _shards(directory).items():
             header = read_header(path)
             missing = sorted(set(names) - set(header)) if names is not None else []
             if missing:
@@ -152,27 +182,7 @@ class ShardReader:
     @property
     def files(self) -> list[Path]:
         """The shards, in the order of their names."""
-        return sorted(self._shards())
-
-    def _shards(self) -> dict[Path, list[str] | None]:
-        index, single = self.directory / INDEX_FILE, self.directory / SINGLE_FILE
-        if index.exists():
-            try:
-                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                pairs = [(str(name), str(file)) for name, file in weight_map.items()]
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise IntegrityError(f"{index} can't be read ({error!r})", "fetch or copy that file again") from None
-            shards: dict[Path, list[str] | None] = {}
-            for name, file in pairs:
-                if file != os.path.basename(file) or file in (".", "..", ""):
-                    raise IntegrityError(f"{index} places {name} outside the checkpoint, in {file!r}", "don't use this checkpoint")
-                names = shards.setdefault(self.directory / file, [])
-                assert names is not None
-                names.append(name)
-            return shards
-        if single.exists():
-            return {single: None}
-        raise UsageError(f"{self.directory} has neither {SINGLE_FILE} nor {INDEX_FILE}", "point to a directory with safetensors weights")
+        return shard_files(self.directory)
 
     def __contains__(self, name: object) -> bool:
         return name in self.tensors

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from gemq.quantize.content import files_digest
 from gemq.quantize.seal import SealedFile, content_digest, seal_bytes
 
 HOSTILE = "<script>alert(1)</script> & $\\frac{1}{$ \"x\""
@@ -22,13 +23,17 @@ def write(path: Path, document: Any) -> None:
     path.write_text(json.dumps(document), encoding="utf-8")
 
 
+SOURCE_FILES = {"config.json": "0" * 64}
+SOURCE_DIGEST = files_digest(SOURCE_FILES)
+
+
 def manifest(recipe: str, bytes_per_token: int, layers: int = 3, search: dict[str, Any] | None = None) -> dict[str, Any]:
     schemes = ("int4 g128", "int8 channel")
     units = {f"layers.{layer}.{kind}": {"scheme": schemes[layer % 2], "method": "gptq", "output_error": 10.0 ** -(2 + layer)}
              for layer in range(layers) for kind in ("self_attn.qkv_proj", "mlp.down_proj")}  # fmt: skip
     units["lm_head"] = {"scheme": "int8 channel", "method": "rtn", "weight_error": 1e-5}
     made = {
-        "version": 1, "source": {"model": "source", "revision": None, "files": {"config.json": "0" * 64}}, "recipe": recipe, "seed": 0,
+        "version": 1, "source": {"model": "source", "revision": None, "files": SOURCE_FILES}, "recipe": recipe, "seed": 0,
         "calibration": {"sha256": "1" * 64, "kind": "self", "name": HOSTILE, "samples": 8, "tokens": 256}, "device": "cpu", "threads": 2,
         "versions": {"gemq": "0"}, "dropped_tensors": [], "units": units,
         "bytes": {"source": 4_000_000, "checkpoint": 2_000_000, "per_token_source": 3_000_000, "per_token_checkpoint": bytes_per_token,
@@ -43,6 +48,7 @@ def checkpoint(folder: Path, bytes_per_token: int, ratio: float, search: dict[st
     digest = content_digest(_listed(folder))
     write(folder / "measured.json", {"version": 1, "measurements": [{
         "kind": "ppl", "data": "records.jsonl", "data_sha256": "2" * 64, "dtype": "float32", "tokens": 100, "records": 4, "target_digest": digest,
+        "reference_digest": SOURCE_DIGEST,
         "ppl": estimate(20 * ratio, 20 * ratio + 1), "reference_ppl": estimate(20.0, 21.0), "ratio": estimate(ratio, ratio + 0.005),
     }]})  # fmt: skip
     (folder / "gemq.seal.json").write_bytes(seal_bytes(_listed(folder)))
@@ -109,7 +115,7 @@ def everything(folder: Path) -> Path:
     counts[8], counts[20], counts[27] = 50, 49, 1
     write(folder / "ppl.json", {
         "kind": "ppl", "target": "elsewhere/under-another-name", "target_digest": plain, "data": "data/more.jsonl",
-        "data_sha256": "3" * 64, "tokens": 30, "records": 3,
+        "data_sha256": "3" * 64, "reference_digest": SOURCE_DIGEST, "tokens": 30, "records": 3,
         "ppl": estimate(math.exp(68 / 30), 10.0), "reference_ppl": estimate(math.exp(65.5 / 30), 9.0), "ratio": estimate(math.exp(2.5 / 30), 1.2),
         "kl_nats": estimate(0.02, 0.03), "kl_histogram": counts, "per_record": per_record(ours, theirs),
     })  # fmt: skip

@@ -16,8 +16,8 @@ from benchmarks.stub_server import Engine, StubServer
 from click.testing import Result
 
 from gemq.commands import accuracy as commands
-from gemq.errors import GemqError, OverBudgetError, StoppedSafely, UsageError
-from gemq.eval import accuracy
+from gemq.errors import GemqError, IntegrityError, OverBudgetError, StoppedSafely, UsageError
+from gemq.eval import accuracy, lm_eval_run
 from gemq.eval.accuracy import Graded
 
 Run = Callable[..., Result]
@@ -153,6 +153,48 @@ def test_an_endpoint_that_dies_half_way(run: Run, sums: Path, tmp_path: Path, mo
     assert 0 < len(pupil.asked) <= 11  # at least five of the six answers were kept
     assert document["domains"][0]["accuracy"] == 1.0
     assert json.loads(file.read_text()) == document
+
+
+def test_answers_of_two_models_at_one_address_are_never_mixed(run: Run, sums: Path, tmp_path: Path) -> None:
+    pupil = Pupil()
+    with StubServer(pupil, dies_after=6) as server:
+        arguments = [server.url, "--data", sums, "--shots", 4, "--in-flight", 2, "--output", tmp_path / "result.json", "--json"]
+        assert isinstance(run(*arguments).exception, StoppedSafely)
+        server.dies_after = None
+        pupil.name = "another"
+        other = run(*arguments)
+        assert isinstance(other.exception, UsageError)
+        assert "other questions" in str(other.exception)
+        pupil.name, pupil.wrong = "stub", lambda n: True  # another model under the same name
+        for _ in range(2):  # what is kept stays the first model's
+            other = run(*arguments)
+            assert isinstance(other.exception, IntegrityError), other.exception
+            assert not (tmp_path / "result.json").exists()
+        pupil.wrong = lambda n: False
+        pupil.asked.clear()
+        assert measured(run(*arguments))["domains"][0]["accuracy"] == 1.0
+    assert 0 < len(pupil.asked) <= 12  # one of them for the second time
+
+
+def test_a_references_answers_are_checked_too(run: Run, sums: Path, tmp_path: Path) -> None:
+    pupil, teacher = Pupil(), Pupil()
+    with StubServer(pupil) as server, StubServer(teacher, dies_after=6) as other:
+        arguments = [server.url, "--reference", other.url, "--data", sums, "--shots", 4, "--in-flight", 2, "--output", tmp_path / "result.json",
+                     "--json"]  # fmt: skip
+        assert isinstance(run(*arguments).exception, StoppedSafely)
+        other.dies_after = None
+        teacher.wrong = lambda n: True
+        assert isinstance(run(*arguments).exception, IntegrityError)
+        teacher.wrong = lambda n: False
+        assert measured(run(*arguments))["domains"][0]["drop"]["points"] == 0
+
+
+@pytest.mark.parametrize(("kept", "now", "same"), [
+    ("7", "7", True), ("7", "9", False), ((-12.0, True), (-12.01, True), True), ((-12.0, True), [-12.01, False], True), ((-12.0, True), (-14.0, True), False),
+    (-250.0, -250.3, True), (-250.0, -260.0, False), (-1.0, float("nan"), False), ("7", None, False),
+])  # fmt: skip
+def test_log_likelihoods_may_differ_by_rounding_and_texts_not_at_all(kept: object, now: object, same: bool) -> None:
+    assert lm_eval_run.same_answer(kept, now) is same
 
 
 def test_bad_input(run: Run, sums: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,7 +222,7 @@ def test_a_server_that_dies_half_way(run: Run, tmp_path: Path) -> None:
         document = printed(run(*arguments))
     assert document["loads"][0]["runs"][0]["requests"] == 6
     assert document["loads"][0]["runs"][0]["interruptions"] == 1
-    assert len([body for _, body in engine.bodies if not body.get("stream")]) == 2  # what was done is not asked again
+    assert len([body for _, body in engine.bodies if not body.get("stream")]) == 3  # what was done is not asked again, but for one to compare
 
 
 def test_requests_of_two_checkpoints_are_never_mixed(tmp_path: Path) -> None:
@@ -242,6 +242,65 @@ def test_requests_of_two_checkpoints_are_never_mixed(tmp_path: Path) -> None:
         result, _ = measured("a" * 64)
     assert result.to_json()["target_digest"] == "a" * 64
     assert len(result.to_json()["data_sha256"]) == 64
+
+
+class OtherModel(Engine):
+    """Other tokens under the same name."""
+
+    def next_id(self, ids: list[int]) -> int:
+        return (super().next_id(ids) + 1) % self.vocabulary
+
+
+class Wavering(Engine):
+    """One model whose first token of two that are as likely depends on the moment; `gap` nats are between them."""
+
+    moment, gap = 0, 0.01
+
+    def decode(self, ids: list[int], count: int) -> list[int]:
+        made = super().decode([*ids, (self.next_id(ids) + self.moment) % self.vocabulary], count - 1)
+        return [(self.next_id(ids) + self.moment) % self.vocabulary, *made]
+
+    def prompt_logprobs(self, ids: list[int]) -> list[dict[str, Any] | None]:
+        entries = super().prompt_logprobs(ids)
+        for position, entry in enumerate(entries):
+            best = self.next_id(ids[:position]) if position else 0
+            if entry is not None and ids[position] in (best, (best + 1) % self.vocabulary):
+                entry[str(ids[position])] = {"logprob": -0.8 - self.gap * (ids[position] != best), "rank": 1 + (ids[position] != best)}
+                entry[str(best)] = {"logprob": -0.8, "rank": 1}
+        return entries
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_requests_of_two_models_at_one_address_are_never_mixed(run: Run, tmp_path: Path, streamed: bool) -> None:
+    file = workload_file(tmp_path / "w.yaml", chat=True, warmups=0, streamed=streamed)
+    with StubServer(Engine(), dies_after=3) as server:
+        arguments = ["bench", server.url, "--workload", file, "--output", tmp_path / "out", "--no-audit", "--json"]
+        assert isinstance(run(*arguments).exception, StoppedSafely)
+        journal = tmp_path / "out.partial" / "benchmark.jsonl"
+        kept, server.dies_after = journal.read_bytes(), None
+        server.engine = OtherModel()
+        assert isinstance(run(*arguments).exception, IntegrityError)
+        server.engine = OtherModel()
+        server.engine.name = "another"
+        assert isinstance(run(*arguments).exception, UsageError)
+        assert journal.read_bytes() == kept
+        server.engine = Engine()
+        document = printed(run(*arguments))
+    assert document["loads"][0]["runs"][0]["requests"] == 6
+
+
+@pytest.mark.parametrize(("gap", "same"), [(0.01, True), (3.0, False)])
+def test_a_model_that_wavers_between_near_ties_is_the_same_model(run: Run, tmp_path: Path, gap: float, same: bool) -> None:
+    file = workload_file(tmp_path / "w.yaml", chat=True, warmups=0)
+    engine = Wavering()
+    engine.gap = gap
+    with StubServer(engine, dies_after=3) as server:
+        arguments = ["bench", server.url, "--workload", file, "--output", tmp_path / "out", "--no-audit", "--json"]
+        engine.moment = 1
+        assert isinstance(run(*arguments).exception, StoppedSafely)
+        server.dies_after, engine.moment = None, 0
+        found = run(*arguments).exception
+    assert found is None if same else isinstance(found, IntegrityError)
 
 
 def test_partial_results_of_another_benchmark(run: Run, tmp_path: Path) -> None:

@@ -72,13 +72,34 @@ def test_the_same_bytes_have_the_same_digest_and_others_another_with_sizes_and_t
 
 def test_what_no_loader_reads_does_not_count_and_what_one_reads_does(source: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(source, tmp_path / "copy"))
-    for name in ("README.md", "ppl.json", "ppl.json.partial", ".hidden.safetensors"):
+    for name in ("README.md", "ppl.json", "ppl.json.partial", ".hidden.safetensors", "train.py", "training_config.json", "adapter_config.json",
+                 "adapter_model.safetensors", "pytorch_model.bin", "tokenizer.py.old", "LICENSE"):  # fmt: skip
         (copy / name).write_text("x")
     assert directory_digest(copy) == directory_digest(source)
-    for name in ("adapter_config.json", "extra.safetensors", "chat_template.jinja", "modeling_x.py"):
+    (copy / "additional_chat_templates").mkdir()
+    for name in ("chat_template.jinja", "modeling_x.py", "additional_chat_templates/tools.jinja", "other.jinja", "words.tiktoken", "tekken.json"):
         before = directory_digest(copy)
         (copy / name).write_text("x")
         assert directory_digest(copy) != before
+
+
+def test_weights_under_other_names_count_where_there_are_no_others(source: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(source, tmp_path / "copy"))
+    for shard in [*copy.glob("*.safetensors"), *copy.glob("*.index.json")]:
+        shard.unlink()
+    found = {directory_digest(copy)}
+    for name in ("pytorch_model.bin", "consolidated.safetensors", "model.gguf"):
+        (copy / name).write_text("x")
+        found.add(directory_digest(copy))
+        (copy / name).write_text("y")
+        found.add(directory_digest(copy))
+    assert len(found) == 7
+    (copy / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(IntegrityError):
+        directory_digest(copy)
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../x.safetensors"}}))
+    with pytest.raises(IntegrityError):
+        directory_digest(copy)
 
 
 def test_a_sealed_checkpoint_has_the_digest_on_its_card_and_is_refused_once_it_changed(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import typer
 from PIL import Image
-from report_material import HOSTILE, checkpoint, estimate, everything, manifest, rehearsal, write
+from report_material import HOSTILE, SOURCE_DIGEST, checkpoint, estimate, everything, manifest, per_record, rehearsal, write
 from typer.testing import CliRunner
 
 from gemq.cli import app
@@ -27,6 +27,7 @@ from gemq.eval.report.collect import collect
 from gemq.eval.report.figures import short_scheme
 from gemq.eval.report.tables import Missing
 from gemq.eval.report.write import PAGE, SECTIONS, report
+from gemq.quantize.seal import read_seal, seal_bytes
 
 ALLOWED = {"#", ""}
 
@@ -284,7 +285,7 @@ def test_measurements_are_matched_by_digest_alone(tmp_path: Path) -> None:
     """A result without a digest is nobody's, one of other weights isn't shown as the checkpoint's, whatever the paths say."""
     folder, out = tmp_path / "folder", tmp_path / "report"
     own = checkpoint(folder / "mine", 1_000_000, 1.1)
-    shown = {"kind": "ppl", "target": str(folder / "mine"), "data": "d.jsonl", "data_sha256": "3" * 64, "tokens": 30, "records": 1, "per_record": [],
+    shown = {"kind": "ppl", "target": str(folder / "mine"), "reference_digest": SOURCE_DIGEST, "data": "d.jsonl", "data_sha256": "3" * 64, "tokens": 30, "records": 1, "per_record": [],
              "ppl": estimate(30.0), "reference_ppl": estimate(20.0), "ratio": estimate(1.5)}  # fmt: skip
     write(folder / "old.json", shown)
     write(folder / "other.json", {**shown, "target_digest": "4" * 64})
@@ -294,6 +295,44 @@ def test_measurements_are_matched_by_digest_alone(tmp_path: Path) -> None:
     page = (out / PAGE).read_text(encoding="utf-8")
     assert "old.json is unbound" in page
     assert "other.json is of weights that are not here" in page
+
+
+def test_a_ratio_to_another_reference_is_not_shown_as_the_ratio_to_the_source(tmp_path: Path) -> None:
+    folder, out = tmp_path / "folder", tmp_path / "report"
+    own = checkpoint(folder / "mine", 1_000_000, 1.1)
+    itself = {"kind": "ppl", "target": "mine", "target_digest": own, "reference_digest": own, "data": "d.jsonl", "data_sha256": "3" * 64, "tokens": 30,
+              "records": 1, "per_record": per_record({"a": 22.0}, {"a": 22.0}), "ppl": estimate(30.0), "reference_ppl": estimate(30.0),
+              "ratio": estimate(1.0), "kl_nats": estimate(0.0), "kl_histogram": [10] + [0] * 27, "dtype": "float32", "device": "cpu"}  # fmt: skip
+    write(folder / "itself.json", itself)
+    write(folder / "unknown.json", {**itself, "reference_digest": None})
+    report(folder, out)
+    found = data(out, "tradeoff")
+    assert [one["ratio"] for one in found["checkpoints"]] == [1.1]
+    assert [one["ppl"] for one in found["sources"]] == [20.0]
+    assert [(one["from"], own[:12] in one["against"]) for one in found["against_others"]] == [("itself.json", True), ("unknown.json", False)]
+    for section in ("records", "divergence"):
+        assert {one["name"]: own[:12] in one["against"] for one in data(out, section)["measured"]} == {"itself.json": True, "unknown.json": False}
+    (folder / "mine" / "measured.json").unlink()
+    (folder / "mine" / "gemq.seal.json").write_bytes(seal_bytes([file for file in read_seal(folder / "mine") if file.path != "measured.json"]))
+    report(folder, tmp_path / "again")
+    (missing,) = [one for one in json.loads((tmp_path / "again" / "report.json").read_text())["missing"] if one["key"] == "tradeoff"]
+    assert "itself.json" in json.dumps(missing)
+
+
+def test_measurements_that_were_computed_differently_are_each_shown(tmp_path: Path) -> None:
+    folder, out = tmp_path / "folder", tmp_path / "report"
+    own = checkpoint(folder / "mine", 1_000_000, 1.1)
+    same = {"kind": "ppl", "target": "mine", "target_digest": own, "reference_digest": SOURCE_DIGEST, "data": "here/records.jsonl",
+            "data_sha256": "2" * 64, "tokens": 100, "records": 4, "per_record": [], "ppl": estimate(30.0), "reference_ppl": estimate(20.0),
+            "dtype": "float32"}  # fmt: skip
+    for place, changed in enumerate(({}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "device": "cuda A"}, {"dtype": "bfloat16", "device": "cuda B"})):
+        write(folder / f"{place}.json", {**same, **changed, "ratio": estimate(1.2 + place / 10)})
+    report(folder, out)
+    found = data(out, "tradeoff")["checkpoints"]  # the checkpoint's own is the first result, in its own words
+    assert sorted(round(one["ratio"], 6) for one in found) == [1.2, 1.3, 1.4, 1.5]
+    assert len({(one["dtype"], one["device"]) for one in found}) == 4
+    page = (out / PAGE).read_text(encoding="utf-8")
+    assert "bfloat16 on cuda B" in page
 
 
 def test_a_checkpoint_that_is_not_what_was_sealed_has_no_measurements(tmp_path: Path) -> None:

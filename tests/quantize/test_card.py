@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +214,8 @@ def test_without_links_files_are_copied(measured: Path, tmp_path: Path, monkeypa
 
 def test_a_measurement_on_the_same_data_takes_the_earlier_ones_place() -> None:
     first, again = summary(result()), summary(result(ppl={"value": 6.0, "standard_error": None, "upper_95": None}))
-    other = summary(result(records=4))
-    assert joined([first, other], [again]) == [again, other]
+    other, elsewhere = summary(result(records=4)), summary(result(device="cuda NVIDIA H200"))
+    assert joined([first, other, elsewhere], [again]) == [again, other, elsewhere]
 
 
 def test_killed_while_it_writes_there_is_no_new_checkpoint(measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,6 +282,26 @@ def test_a_reference_that_is_not_the_source_is_not_called_the_source(measured: P
     assert "5" * 64 in out
     index = [(entry.dataset_name, entry.metric_type) for entry in ModelCard(out).data.eval_results]
     assert sorted(index) == [("other.txt", "perplexity"), ("text.txt", "kl_divergence"), ("text.txt", "perplexity"), ("text.txt", "perplexity_ratio")]
+
+
+def test_the_source_is_the_source_whatever_else_is_stored_in_its_directory(source: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(source, tmp_path / "source"))
+    (folder / "additional_chat_templates").mkdir()
+    for name in ("train.py", "training_config.json", "adapter_model.safetensors", "notes.bin", "chat_template.jinja", "LICENSE",
+                 "additional_chat_templates/tools.jinja", "words.tiktoken", "tekken.json"):  # fmt: skip
+        (folder / name).write_text("{}")
+    seen = []
+
+    def measure(directory: Path) -> list[Document]:
+        seen.append(directory_digest(directory))
+        return [summary(result(target_digest=seen[0], reference_digest=directory_digest(folder), device="cpu"))]
+
+    made = quantize(make_job(folder, tmp_path / "out", "w4a16-g32"), measure).directory
+    text = text_of(made)
+    assert "Perplexity of the source" in text
+    assert "a reference is not the source" not in text
+    assert {entry.metric_type for entry in ModelCard(text).data.eval_results} == {"perplexity", "perplexity_ratio", "kl_divergence"}
+    assert [one["target_digest"] for one in read_measured(made)] == [directory_digest(made)] != seen
 
 
 def test_what_quantize_measures_before_the_seal_has_the_sealed_content_digest(measured: Path) -> None:

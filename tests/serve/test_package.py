@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ from typer.testing import CliRunner
 
 from gemq.commands import package as command
 from gemq.errors import GemqError, IntegrityError, UsageError
-from gemq.quantize.content import directory_digest
+from gemq.quantize.content import directory_digest, files_digest
 from gemq.quantize.seal import check_seal, seal_digest
 from gemq.serve import efficient_gemma, lowbarena
 from gemq.serve import serve as serve_script
-from gemq.serve.package import read_checkpoint
+from gemq.serve.package import measured_section, read_checkpoint, read_measured
 
 SERVE = Path(serve_script.__file__).resolve().parent
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -236,7 +237,7 @@ def test_the_readme_has_what_was_measured_and_nothing_else(e4b: Path, tmp_path: 
     assert "| PPL | 2.05 |" not in bound
     assert "| PPL | 2.0456 |" not in unbound
     assert "| PPL | 2.0456 | 2.0712 | 61797 | 128 | records.jsonl (sha256 abababababab…) | locally in float32 |" in text
-    assert "| PPL of the reference | 2.3021 | 2.0712 |" in text
+    assert "| PPL of another reference | 2.3021 | 2.0712 |" in text
     assert "| PPL | 2.05 | – | 61797 | 128 | records.jsonl (sha256 abababababab…) | through the endpoint |" in text
     assert "ratio" not in text
     assert "KL" not in text
@@ -267,6 +268,31 @@ def test_another_checkpoints_numbers_are_refused(e4b: Path, qwen: Path, tmp_path
     path.write_text(json.dumps(measurement("/nowhere/another", target_digest=directory_digest(shutil.copytree(e4b, tmp_path / "same-bytes")))))
     run(e4b, "--arena", "efficient-gemma", "--output", tmp_path / "out", "--measured", path)
     assert "Unbound" not in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("kind", ["ppl", "kl"])
+def test_a_ratio_is_to_the_source_only_where_the_reference_is_the_source(qwen: Path, tmp_path: Path, kind: str) -> None:
+    """The checkpoint measured against itself has the ratio 1, which says nothing of its source."""
+    checkpoint = read_checkpoint(qwen)
+    files = {"config.json": "0" * 64, "model.safetensors": "1" * 64, "README.md": "2" * 64}
+    made_from = replace(checkpoint, manifest={**checkpoint.manifest, "source": {"model": "source", "revision": None, "files": files}})
+    one = {"value": 1.0, "standard_error": 0.0, "upper_95": 1.0}
+    text = {}
+    for name, digest in (("source", files_digest(files)), ("itself", checkpoint.digest), ("unknown", None)):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(measurement(qwen, kind=kind, target_digest=checkpoint.digest, reference_digest=digest, ratio=one, kl_nats=one)))
+        text[name] = measured_section([read_measured(path, made_from)])
+    assert "| PPL ratio to the source | 1 |" in text["source"]
+    assert "| KL from the source, nats a token | 1 |" in text["source"]
+    assert "another reference" not in text["source"].lower()
+    for name in ("itself", "unknown"):
+        assert "| PPL ratio to another reference | 1 |" in text[name]
+        assert "the source |" not in text[name]
+        assert "KL from the source" not in text[name]
+    assert checkpoint.digest in text["itself"]
+    path.write_text(json.dumps(measurement(qwen, target_digest=checkpoint.digest, reference_digest="x`|" * 30, ratio=one)))
+    with pytest.raises(UsageError):
+        read_measured(path, made_from)
 
 
 # --- lowbarena
