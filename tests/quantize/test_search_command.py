@@ -175,7 +175,8 @@ def test_pareto_finds_the_state_of_a_search_whose_output_is_elsewhere(gemma3, da
     output.mode.json = output.mode.quiet = False
     calibrated = ("--calibration", data["calibration"], "--samples", "8", "--length", "32", "--device", "cpu")
     done = CliRunner().invoke(app, ["quantize", str(gemma3), "--recipe", "w4a16-g32", *calibrated, "--eval-data", data["records"],
-                                    "--kl-budget", "0.5", "--candidates", CANDIDATES, "--search-builds", "1", "--output", "elsewhere/out"])  # fmt: skip
+                                    "--kl-budget", "0.5", "--candidates", CANDIDATES, "--search-builds", "1",
+                                    "--output", "elsewhere/out"])  # fmt: skip
     assert done.exit_code == 0, done.output
     assert (tmp_path / f"{gemma3.name}-w4a16-g32.search").is_dir()
     monkeypatch.setattr("gemq.calibration.sets.load_calibration", lambda name, **options: pytest.fail("the search's state was not found"))
