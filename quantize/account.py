@@ -21,7 +21,8 @@ def account(
 ) -> dict[str, Any]:  # fmt: skip
     """manifest["search"]: budget, data, every build with why it was not chosen, every decision with what it could have taken.
 
-    `looks`: how many mixes were measured on these records, in this search and before it; all bounds together hold with 95% confidence.
+    `looks`: how many checkpoints were measured on these records in this search directory, by this search and before it, whatever their recipe;
+    all their bounds together hold with 95% confidence.
 
     Numbers are rounded to five figures; nothing in it differs between two searches that find the same.
     """
@@ -30,8 +31,8 @@ def account(
         "objective": objective,
         "candidates": list(candidates),
         "data": data,
-        "bound": {"confidence": 0.95, "method": "Bonferroni correction, spent over the looks at these records", "looks": looks,
-                  "confidence_of_the_chosen_alone": round(confidence_of(best.look), 6)},
+        "bound": {"confidence": 0.95, "method": "Bonferroni correction, spent over the looks at these records in one search directory",
+                  "looks": looks, "confidence_of_the_chosen_alone": round(confidence_of(best.look), 6)},
         "held_out": None if best.held_out is None else _held_out(best.held_out, budget),
         "tried": [_tried(trial, best, budget) for trial in tried],
         "decisions": _decisions(units, found, candidates, best),
@@ -113,5 +114,6 @@ def _which_bound(search: dict[str, Any]) -> str:
     if bound is None:
         return "The 95% bounds are those of one measurement each and do not account for the choice among them."
     alone = 100 * bound["confidence_of_the_chosen_alone"]
-    return (f"The 95% bounds in this table hold for all {bound['looks']} checkpoints measured on these records together (Bonferroni correction; "
+    return (f"The 95% bounds in this table hold for all {bound['looks']} checkpoints measured on these records in one search "
+            f"directory together (Bonferroni correction; "
             f"the chosen one's alone has {alone:.2f}%). Bounds elsewhere in this card are those of a single measurement.")  # fmt: skip

@@ -24,6 +24,7 @@ FIRST_AIM = 0.93  # where in the budget the first build's bound is aimed at, on 
 _AIM = 0.97  # and the next one's, on what came out: that share falls with the harm, so a mix of less harm lands a little lower
 _LAST_AIM = 0.8  # and that of the last one, as long as none has met it
 _WORTH_A_BUILD = 0.01  # of the cost: where something meets the budget, less to win is no reason for another build
+_ROUNDING = 1e-9  # of a predicted harm: `allocate` adds in another order
 # What bounds on ground truth have been over predictions, where no build has said it yet. Predictions are of windows like the calibration's, and on
 # what the model writes itself the same harm shows as more nats: 0.63 there, on text 1.53 to 1.60 with w4a16-best and 2.0 with w4a16. Those were
 # bounds of single measurements; the ones that account for several looks are about 3% higher on 30 records.
@@ -57,7 +58,7 @@ def explore(space: Space, budget: Budget, known: Sequence[Trial], builds: int, f
     """
     by_digest = {trial.digest: trial for trial in known}
     reach, tried, built = _first_reach(known, budget, first_reach), list[Trial](), 0
-    while not _settled([*known, *tried], budget):
+    while not _settled(space, known, tried, budget):
         mix = space.mix(reach)
         if mix is None:
             output.note(f"no mix is predicted to stay within {reach:.4g} nats a token")
@@ -67,7 +68,7 @@ def explore(space: Space, budget: Budget, known: Sequence[Trial], builds: int, f
             break
         trial = by_digest.get(mix_digest(labels))
         if trial is None:
-            cost, predicted = (math.fsum(getattr(choice, what) for choice in mix.values()) for what in ("cost", "harm"))
+            cost, predicted = _cost(mix), math.fsum(choice.harm for choice in mix.values())
             if built == builds or not _worth_a_build(cost, [*known, *tried], budget):
                 break
             output.note(f"build {built + 1} of at most {builds}: a KL of {predicted:.4g} nats is predicted")
@@ -80,8 +81,12 @@ def explore(space: Space, budget: Budget, known: Sequence[Trial], builds: int, f
         output.note(f"measured {budget.show(value)}, bound {budget.show(upper)}, budget {budget.show(budget.nats)}: "
                     f"{'met' if trial.meets(budget) else 'not met'} at {trial.bits_per_decoder_weight:.2f} bits")  # fmt: skip
         # what was predicted against what came out decides how far the next prediction may go
-        last_hope = built + 1 == builds and not any(one.meets(budget) for one in [*known, *tried])
-        reach = _reach(trial, budget, _LAST_AIM if last_hope else _AIM) if upper > 0 else 2 * max(reach, trial.predicted)
+        if upper <= 0:
+            reach = 2 * max(reach, trial.predicted)
+            continue
+        careful = _reach(trial, budget, _LAST_AIM)
+        last_hope = built + 1 == builds and not any(one.meets(budget) for one in tried) and _is_cheaper(space.mix(careful), known, budget)
+        reach = careful if last_hope else _reach(trial, budget, _AIM)
     return tried
 
 
@@ -99,8 +104,22 @@ def winner(trials: Sequence[Trial], budget: Budget) -> Trial:
                           "measure on more records (--eval-records) for a tighter bound, or allow a larger budget")  # fmt: skip
 
 
+def _cost(mix: Mapping[str, Choice]) -> float:
+    return math.fsum(choice.cost for choice in mix.values())
+
+
+def _least_cost(trials: Sequence[Trial], budget: Budget) -> float | None:
+    return min((one.cost for one in trials if one.meets(budget)), default=None)
+
+
+def _is_cheaper(mix: Mapping[str, Choice] | None, known: Sequence[Trial], budget: Budget) -> bool:
+    """Whether `mix` costs less than every known trial that meets the budget, by enough for a build."""
+    best = _least_cost(known, budget)
+    return best is None or (mix is not None and _cost(mix) <= (1 - _WORTH_A_BUILD) * best)
+
+
 def _worth_a_build(cost: float, trials: Sequence[Trial], budget: Budget) -> bool:
-    best = min((one.cost for one in trials if one.meets(budget)), default=None)
+    best = _least_cost(trials, budget)
     if best is None or cost <= (1 - _WORTH_A_BUILD) * best:
         return True
     if cost < best:
@@ -122,6 +141,20 @@ def _reach(trial: Trial, budget: Budget, aim: float) -> float:
     return trial.predicted * aim * budget.nats / trial.upper(budget)
 
 
-def _settled(trials: Sequence[Trial], budget: Budget) -> bool:
-    """Whether a trial meets the budget and leaves little of it."""
-    return any(_BINDS * budget.nats <= trial.upper(budget) <= budget.nats for trial in trials)
+def _settled(space: Space, known: Sequence[Trial], tried: Sequence[Trial], budget: Budget) -> bool:
+    """Whether a trial meets the budget, leaves little of it, and is one that this search would try.
+
+    A known trial can be of another objective or of fewer candidates: it counts only if it costs about what `space` gives for the same harm.
+    """
+    if any(_binds(trial, budget) for trial in tried):
+        return True
+    for trial in known:
+        if _binds(trial, budget):
+            mix = space.mix(trial.predicted * (1 + _ROUNDING))
+            if mix is not None and (1 - _WORTH_A_BUILD) * trial.cost <= _cost(mix):
+                return True
+    return False
+
+
+def _binds(trial: Trial, budget: Budget) -> bool:
+    return _BINDS * budget.nats <= trial.upper(budget) <= budget.nats

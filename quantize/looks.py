@@ -10,7 +10,8 @@ The number of looks is not known in advance: a search stops when its budget is m
 the 5% are spent (Lan & DeMets, Biometrika 70, 1983, for interim looks at one trial): the a_k are fixed in advance for every k, and their
 infinite sum is 5%. Half of what is left is spent in equal parts on every three looks: a_k = 5% * (1/2)^(b + 1) / 3 with
 b = (k - 1) // 3, that is 0.83% for looks 1 to 3 (confidence 99.17%), 0.42% for looks 4 to 6, 0.21% for looks 7 to 9. A look keeps
-its number for ever, so a bound does not change when more is tried.
+its number for ever, so a bound does not change when more is tried. Looks are counted for one source and one file of records in
+one search directory, whatever the recipe, the calibration or the seed (`trials.Trials.look`).
 
 What this does not cover: the mix of a later look is chosen by what earlier ones measured on the same records. Its bound has the stated
 confidence for a mix that is chosen without them. tests/quantize/test_looks.py simulates searches with that choice in them; there the rate of
@@ -20,6 +21,7 @@ budgets that are exceeded stays below 5%.
 from __future__ import annotations
 
 ERROR = 0.05
+MOST_LOOKS = 60  # at one file of records: the error of number 60 is 1.6e-8, its t quantile on 12 records four times the first look's
 _LOOKS_TOGETHER = 3
 _SHARE = 1 / 2
 

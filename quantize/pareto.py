@@ -45,7 +45,7 @@ def pareto(
     """The figure's and the table's data, as JSON types.
 
     `curve`: mixes by bytes a token, each one step after the one before it. `budgets`: the predicted mix for each, and what it bought over the
-    one before. `measured`: every build of `trials` (by data and recipe), with bounds that account for all builds of its recipe on its data.
+    one before. `measured`: every build of `trials` (by data and recipe), with bounds that account for the builds before it on its data.
     `correction`: what was measured over what was predicted, the median, of perplexity's logarithm and of KL; None without builds. Rows of budgets
     are corrected by it.
     """

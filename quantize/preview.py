@@ -11,7 +11,7 @@ from gemq.errors import UsageError
 from gemq.eval.records import read_records
 from gemq.quantize.budget import FEWEST_TO_HOLD_OUT, HELD_OUT_ONE_IN
 from gemq.quantize.decisions import decisions_of, options_of, refusals, require_useful, search_plan
-from gemq.quantize.looks import confidence_of
+from gemq.quantize.looks import MOST_LOOKS, confidence_of
 from gemq.quantize.plan import Plan
 from gemq.quantize.search_run import Order, require_bound
 from gemq.quantize.sensitivity import FEWEST_WINDOWS
@@ -70,6 +70,9 @@ def search_preview(plan: Plan, order: Order, records: int) -> tuple[dict[str, An
             **({"refused": refused} if refused else {}),
         }
     held_out = records // HELD_OUT_ONE_IN if records >= FEWEST_TO_HOLD_OUT else 0
+    if order.builds > MOST_LOOKS:
+        raise UsageError(f"--search-builds is {order.builds}, and at most {MOST_LOOKS} checkpoints may be measured on the same records",
+                         f"give at most {MOST_LOOKS}")  # fmt: skip
     budget, first, last = order.budget, confidence_of(1), confidence_of(order.builds)
     made = {
         "budget": {"kind": budget.kind, "limit": budget.limit, "nats": budget.nats}, "objective": order.objective,
@@ -81,7 +84,8 @@ def search_preview(plan: Plan, order: Order, records: int) -> tuple[dict[str, An
     lines = [
         f"search           for at most {budget.show(budget.nats)} at the upper 95% bound on {records - held_out} records, {held_out} more held out",
         f"decisions        {len(decisions)}, {head} the head, among {', '.join(order.candidates)}; made small: {order.objective}",
-        f"builds           at most {order.builds}; one bound alone has {100 * first:.2f}% at the first and {100 * last:.2f}% at the last",
+        f"builds           at most {order.builds}; one bound alone has {100 * first:.2f}% at the first and {100 * last:.2f}% at the last, "
+        "on records that no search has used",
         *(f"refused          {name}: {label} ({why})" for name, entry in decisions.items() for label, why in entry.get("refused", {}).items()),
     ]
     return made, lines

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from gemq import output
-from gemq.errors import GemqError, IntegrityError
+from gemq.errors import GemqError, IntegrityError, UsageError
 from gemq.eval.ppl import PplResult
 from gemq.quantize.account import account
 from gemq.quantize.allocation import Choice
@@ -33,6 +33,7 @@ from gemq.quantize.explore import (
     winner,
 )
 from gemq.quantize.job import Job, identity_of
+from gemq.quantize.looks import MOST_LOOKS
 from gemq.quantize.plan import Plan, make_plan
 from gemq.quantize.provenance import MANIFEST_FILE, PROVENANCE_FILE
 from gemq.quantize.reseal import reseal
@@ -121,11 +122,13 @@ class Search:
     builds: int = 3
     _measured: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by mix: the card's summaries, of this run
     _new: int = 0  # mixes that this run measured for the first time
+    _used_up: bool = False  # whether a build was left out since no further look at the records is allowed
 
     def run(self) -> Found:
         """Search, and publish the winner at the job's output.
 
-        Raises OverBudgetError, with the nearest that came out, if no mix of at most `builds` new builds meets the budget.
+        Raises OverBudgetError, with the nearest that came out, if no mix of at most `builds` new builds meets the budget, and UsageError where
+        the records were used too often for another build.
         """
         choices = choices_of(self.units, self.sensitivities, self.candidates, self.objective)
         space = Space(choices, any(rule.scheme != KEEP for rule in fixed_rules(self.job.plan.recipe, self.units)))
@@ -136,6 +139,10 @@ class Search:
             known = [trial for trial in possible(self.log.all(), choices) if trial.digest in self.known]
             tried = explore(space, self.budget, known, self.builds, self._first_reach(), self._trial)
             everything = [*tried, *(one for one in known if one not in tried)]
+            if self._used_up and not any(trial.meets(self.budget) for trial in everything):
+                raise UsageError(f"{self.log.looks} checkpoints were measured on these records in {self.state.directory}, none that this search "
+                                 f"knows meets the budget, and at most {MOST_LOOKS} may be measured on the same records",
+                                 "measure on other records: another file (--eval-data), or another --seed for samples of the source")  # fmt: skip
             best = winner(everything, self.budget)
             now = best if best.digest in self._measured else self._measure(best.mix, best.predicted, best.cost)
             everything = [now if trial == best else trial for trial in everything]
@@ -155,6 +162,10 @@ class Search:
             output.note("it was measured in an earlier run already")
             return replace(known, predicted=predicted, cost=cost)
         if self._new == self.builds:
+            return None
+        if not self.log.may_look(mix):
+            output.warn(f"{self.log.looks} checkpoints were measured on these records, and no more may be: nothing further is built")
+            self._used_up = True
             return None
         self._new += 1
         return self._measure(mix, predicted, cost)
@@ -205,7 +216,7 @@ class Search:
         result, summaries = self.measure(checkpoint)
         self._measured[mix_digest(mix)] = summaries
         size = (int(plan.bytes_per_token()[1]), round(plan.bits_per_weight(), 4))
-        return Trial.of(mix, predicted, cost, size, result, self.log.next_look(mix)), summaries
+        return Trial.of(mix, predicted, cost, size, result, self.log.look(mix)), summaries
 
     def _publish(self, best: Trial, tried: list[Trial]) -> Found:
         """The winning build, with the search in its manifest, under a seal of its own at the job's output."""

@@ -1,15 +1,18 @@
 """The directory in which searches keep what they measured, and the record in it of what gemq made there.
 
 `gemq-search.json` lists every file and folder that gemq made in the directory, each before it is made. What is not listed is the user's: it is
-never overwritten and never deleted. What is kept is named by a digest of all that determines it, so that searches of several recipes,
+never overwritten and never deleted. The same file counts the looks at each file of records (`looks`): they are spent for good, whatever becomes
+of the logs. What is kept is named by a digest of all that determines it, so that searches of several recipes,
 calibrations or sources can share a directory without meeting each other's results.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import shutil
-from pathlib import Path
+import re
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -17,11 +20,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from gemq import atomic, output
 from gemq.errors import IntegrityError, UsageError
 from gemq.output_paths import require_separate
-from gemq.quantize.journal import canonical
-from gemq.quantize.seal import seal_digest
+from gemq.quantize.journal import canonical, discard
+from gemq.quantize.seal import SEAL_FILE, read_seal, seal_digest
 
 RECORD_FILE = "gemq-search.json"
 _EARLIER = ("sensitivities.json", "trials.json")  # of gemq up to 0.1.0, which did not record all that determined them
+_LOG = re.compile(r"trials-[0-9a-f]{12}\.json")
+_NOT_OURS = "{} is not what gemq made there: it is left alone"
 _ELSEWHERE = "give another --search-state"
 
 
@@ -37,6 +42,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid")
     version: Literal[1] = 1
     made: dict[str, Made] = {}
+    looks: dict[str, list[str]] = {}  # digest of a source and its records -> every checkpoint measured on them, in order
 
 
 def short_digest(identity: Any) -> str:
@@ -63,13 +69,16 @@ class SearchState:
         return cls(directory, record)
 
     def make(self) -> None:
-        """Create the directory; raises UsageError where that is not possible."""
+        """Create the directory; raises UsageError where that is not possible, IntegrityError where logs are there and the record is not."""
         atomic.make_parent(self.directory)
         try:
             self.directory.mkdir(exist_ok=True)
         except OSError as error:
             why = "a file has that name" if isinstance(error, FileExistsError) else error.strerror
             raise UsageError(f"--search-state {self.directory} can't be created ({why})", "choose a directory that you may write to") from None
+        if not (self.directory / RECORD_FILE).exists() and any(_LOG.fullmatch(path.name) for path in self.directory.iterdir()):
+            raise IntegrityError(f"{self.directory} holds logs of searches and no {RECORD_FILE}, so the looks at their records are not known",
+                                 f"restore that file, or {_ELSEWHERE}")  # fmt: skip
         for name in _EARLIER:
             if (self.directory / name).exists() and name not in self._record.made:
                 output.note(f"{self.directory / name} is not used: an earlier gemq, or somebody else, wrote it")
@@ -95,23 +104,40 @@ class SearchState:
         made = self._record.made.get(name)
         return None if made is None else made.seal
 
+    def looks(self, key: str) -> tuple[str, ...]:
+        """Every checkpoint that was measured on the records `key`, in order."""
+        return tuple(self._record.looks.get(key, ()))
+
+    def add_looks(self, key: str, names: Sequence[str]) -> None:
+        """Record, on the disk too, that the checkpoints `names` are measured on the records `key`; those that are there keep their place."""
+        found = self._record.looks.get(key, [])
+        new = [name for name in names if name not in found]
+        if new:
+            self._record.looks[key] = [*found, *new]
+            self._save()
+
     def names(self, identity: str, prefix: str) -> list[str]:
         """What gemq made for `identity` whose name starts with `prefix`."""
         return sorted(name for name, made in self._record.made.items() if made.identity == identity and name.startswith(prefix))
 
     def remove(self, name: str) -> None:
-        """Delete what gemq made under `name`, an unfinished checkpoint too. What is not recorded, or is no longer what gemq made, stays."""
+        """Delete what gemq made under `name`, an unfinished checkpoint too.
+
+        What is not recorded, or is no longer what gemq made, stays; and so do files that were added to a checkpoint.
+        """
         made = self._record.made.get(name)
         if made is None:
             return
         path = self.directory / name
         for found in (path, atomic.partial_of(path)):
-            if found.is_symlink() or (found == path and made.seal is not None and found.exists() and not _has_seal(found, made.seal)):
-                output.warn(f"{found} is not what gemq made there: it is left alone")
-            elif found.is_dir():
-                shutil.rmtree(found)
-            else:
+            if found.is_symlink():
+                output.warn(_NOT_OURS.format(found))
+            elif not found.is_dir():
                 found.unlink(missing_ok=True)
+            elif found == path:
+                _remove_checkpoint(found, made.seal)
+            else:
+                discard(found)
         del self._record.made[name]
         self._save()
 
@@ -119,11 +145,29 @@ class SearchState:
         atomic.write_file(self.directory / RECORD_FILE, canonical(self._record.model_dump(mode="json")))
 
 
-def _has_seal(directory: Path, seal: str) -> bool:
+def _remove_checkpoint(directory: Path, seal: str | None) -> None:
+    """Delete the files that the seal in `directory` lists, the seal last; nothing where it is not the recorded one (None: any sound seal)."""
     try:
-        return seal_digest(directory) == seal
-    except (IntegrityError, UsageError, OSError):
-        return False
+        listed = [file.path for file in read_seal(directory)]
+        as_made = seal is None or seal_digest(directory) == seal
+    except (IntegrityError, OSError):
+        as_made, listed = not any(directory.iterdir()), []  # empty: a removal was interrupted after the seal
+    if not as_made:
+        output.warn(_NOT_OURS.format(directory))
+        return
+    folders = sorted({folder for path in listed for folder in PurePosixPath(path).parents if folder.name}, reverse=True)
+    links = {folder for folder in folders if (directory / folder).is_symlink()}
+    there = [path for path in listed if links.isdisjoint(PurePosixPath(path).parents) and not _is_folder(directory / path)]
+    for path in there:
+        (directory / path).unlink(missing_ok=True)
+    for folder in folders:
+        with contextlib.suppress(OSError):  # it is a link, or something of the user's is in it
+            (directory / folder).rmdir()
+    atomic.discard(directory, SEAL_FILE)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def require_state_apart(state: Path, source: Path, output_directory: Path) -> None:

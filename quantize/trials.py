@@ -15,6 +15,7 @@ from gemq.atomic import write_file
 from gemq.quantize.allocation import Choice
 from gemq.quantize.budget import Trial, mix_digest
 from gemq.quantize.journal import canonical
+from gemq.quantize.looks import MOST_LOOKS
 from gemq.quantize.search_state import SearchState, short_digest
 
 _PREFIX = "trials-"
@@ -24,7 +25,7 @@ class _Document(BaseModel):
     model_config = ConfigDict(extra="forbid")
     version: Literal[1] = 1
     identity: dict[str, Any]
-    looks: list[str] = []  # digests of mixes: what is discarded keeps its number
+    looks: list[str] = []  # digests of mixes, in the order in which they were measured first
     trials: dict[str, Trial] = {}
 
 
@@ -32,7 +33,8 @@ class Trials:
     """What was measured of the mixes of one search, kept in the search's directory.
 
     `identity` is all that determines a mix's measurement: the source, the base recipe, the calibration, the data, the device and the
-    versions (`search_run.trials_identity`). A trial's number among the looks at these records is kept even where the trial is discarded.
+    versions (`search_run.trials_identity`). The looks at the records are counted over all logs of the directory, in its own record: they are
+    spent whatever the recipe, and are kept where a log is damaged or discarded.
     """
 
     def __init__(self, state: SearchState, document: _Document) -> None:
@@ -43,7 +45,9 @@ class Trials:
         """The log in `state` of exactly this identity, empty where there is none."""
         known = json.loads(canonical(identity))
         document = _read(state, _PREFIX + short_digest(known) + ".json")
-        return cls(state, document if document is not None and document.identity == known else _Document(identity=known))
+        log = cls(state, document if document is not None and document.identity == known else _Document(identity=known))
+        state.add_looks(log._records, [log._name(digest) for digest in log._document.looks])
+        return log
 
     @classmethod
     def every(cls, state: SearchState, sensitivities: dict[str, Any]) -> list[Trials]:
@@ -71,8 +75,17 @@ class Trials:
 
     @property
     def looks(self) -> int:
-        """How many different mixes were measured on these records."""
-        return len(self._document.looks)
+        """How many different checkpoints were measured on these records, of every recipe, as far as the directory knows."""
+        return len(self._state.looks(self._records))
+
+    @property
+    def _records(self) -> str:
+        """The name under which looks are counted: of the source and the file of records, of which any number may be read."""
+        identity = self._document.identity
+        return short_digest({"source": identity.get("job", {}).get("source"), "records": identity.get("judged on", {}).get("sha256")})
+
+    def _name(self, digest: str) -> str:
+        return f"{self.digest}/{digest}"
 
     def all(self) -> list[Trial]:
         """Every trial, in the order of the looks."""
@@ -82,10 +95,15 @@ class Trials:
         """The trial of `mix`, None if it was not measured."""
         return self._document.trials.get(mix_digest(dict(mix)))
 
-    def next_look(self, mix: Mapping[str, str]) -> int:
-        """The number of the look at `mix`: the one that it has, or the next."""
-        digest = mix_digest(dict(mix))
-        return self._document.looks.index(digest) + 1 if digest in self._document.looks else len(self._document.looks) + 1
+    def may_look(self, mix: Mapping[str, str]) -> bool:
+        """Whether `mix` has been measured on these records, or a further checkpoint may be (`looks.MOST_LOOKS`)."""
+        return self.looks < MOST_LOOKS or self._name(mix_digest(dict(mix))) in self._state.looks(self._records)
+
+    def look(self, mix: Mapping[str, str]) -> int:
+        """The number of the look at `mix`, from 1: the one that it has, or the next, which is spent by this call."""
+        name = self._name(mix_digest(dict(mix)))
+        self._state.add_looks(self._records, [name])
+        return self._state.looks(self._records).index(name) + 1
 
     def add(self, trial: Trial) -> None:
         """Keep a trial, on disk too; a second one of the same mix replaces the first."""
@@ -95,7 +113,7 @@ class Trials:
         self._save()
 
     def discard(self) -> None:
-        """Forget what was measured; how many looks there were is kept, since bounds depend on it."""
+        """Forget what was measured; the looks are kept, since bounds depend on how many there were."""
         if self._document.trials:
             self._document.trials.clear()
             self._save()

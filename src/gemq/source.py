@@ -41,11 +41,16 @@ class Source:
 
 
 def default_name(model: str, recipe: str) -> str:
-    """What the outputs for `model` and `recipe` are called where no name is given: so a search's state is found again by either command."""
+    """What the outputs for `model` and `recipe` are called where no name is given."""
     name = Path(model).name
     if name in ("", ".."):  # ".", "..", "../..": the directory's own name
         name = Path(model).resolve().name
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name) or 'model'}-{recipe}"
+
+
+def default_search_state(model: str, recipe: str) -> Path:
+    """Where a search of `model` with `recipe` keeps what it measured unless told otherwise: in the current directory, whatever the output is."""
+    return Path(f"{default_name(model, recipe)}.search")
 
 
 def resolve(model: str = DEFAULT_MODEL, revision: str | None = None) -> Source:

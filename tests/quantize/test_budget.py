@@ -220,11 +220,19 @@ def test_a_larger_budget_starts_from_what_is_known_and_buys_fewer_bytes(measured
     found = loose.run()
     assert found.trial.bytes_per_token < won[0].trial.bytes_per_token
     assert len(open_log(folder / "state")[1].all()) == before + len(builds)
-    # the first budget again: its winner is known, and built and measured once more without any search
+    # the first budget again: it goes on from what is known by now, and publishes nothing that costs more than the first winner
     (folder / "out").rename(folder / "second")
+    known = [trial.mix for trial in open_log(folder / "state")[1].all()]
     builds.clear()
     again = make_search(measured, gemma3, folder, Budget("kl", 0.02)).run()
-    assert again.trial.mix == won[0].trial.mix
+    assert again.trial.meets(Budget("kl", 0.02))
+    assert again.trial.cost <= won[0].trial.cost
+    assert [mix for mix in builds if mix in known] == [again.trial.mix] * (again.trial.mix in known)
+    # with no build left to win anything, its winner alone is built and measured again
+    (folder / "out").rename(folder / "third")
+    builds.clear()
+    last = make_search(measured, gemma3, folder, Budget("kl", 0.02)).run()
+    assert last.trial.mix == again.trial.mix
     assert builds == [again.trial.mix]
 
 

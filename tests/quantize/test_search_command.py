@@ -16,6 +16,7 @@ from gemq import atomic, output
 from gemq.cli import app
 from gemq.errors import GemqError, Interrupted, OverBudgetError, UsageError
 from gemq.eval.windows import write_records
+from gemq.quantize.looks import MOST_LOOKS
 from gemq.quantize.measurements import Measurements
 from gemq.quantize.seal import seal_digest
 
@@ -84,9 +85,12 @@ def test_what_a_search_publishes_is_within_its_budget_whatever_another_recipe_le
         manifest = json.loads((folder / name / "gemq.json").read_text())
         assert manifest["units"]["lm_head"]["scheme"] == scheme
         assert manifest["search"] == printed["search"]
-    # each has looks of its own, and the second knows no trial of the first
-    assert second["search"]["bound"]["looks"] == len(second["search"]["tried"])
-    assert min(trial["look"] for trial in second["search"]["tried"]) == 1
+    # the second knows no trial of the first; their looks at the records are counted together
+    before, own = (len(printed["search"]["tried"]) for printed in (first, second))
+    assert first["search"]["bound"]["looks"] == before
+    assert second["search"]["bound"]["looks"] == before + own
+    assert sorted(trial["look"] for trial in second["search"]["tried"]) == list(range(before + 1, before + own + 1))
+    assert f"all {before + own} checkpoints" in (folder / "int4" / "README.md").read_text()
     assert len(logs(folder)) == 2
 
 
@@ -100,7 +104,7 @@ def test_the_users_files_in_a_search_state_survive_it(heads):
     ("--seed", "1"), ("--recipe", "w4a16-awq"), ("--format", "gptq"), ("--samples", "7"), ("--eval-records", "11"), ("--length", "31"),
 ])  # fmt: skip
 def test_every_option_that_changes_what_is_measured_has_trials_of_its_own(gemma3, data, heads, more, monkeypatch):
-    """They are kept apart before anything is built: the log that the search opens is another one, and is empty."""
+    """They are kept apart before anything is built: the log that the search opens is another one. The looks at the records are counted on."""
     from gemq.quantize import search as searching
 
     class Reached(Exception):
@@ -112,7 +116,7 @@ def test_every_option_that_changes_what_is_measured_has_trials_of_its_own(gemma3
         seen.append((self.log.digest, self.known, self.log.looks))
         raise Reached
 
-    folder, _, _ = heads
+    folder, first, second = heads
     monkeypatch.setattr(searching.Search, "run", stop)
     before = {path.name: path.read_bytes() for path in logs(folder)}
     for options in (("--lm-head", "int8"), ("--lm-head", "int8", *more)):
@@ -120,7 +124,8 @@ def test_every_option_that_changes_what_is_measured_has_trials_of_its_own(gemma3
             search(gemma3, data, folder, "other", "--kl-budget", "0.03", *options)
     assert seen[0][1]
     assert seen[1][0] != seen[0][0]
-    assert seen[1][1:] == ((), 0)
+    assert seen[1][1:] == ((), second["search"]["bound"]["looks"])
+    assert len(first["search"]["tried"]) < seen[1][2]
     assert {path.name: path.read_bytes() for path in logs(folder)} == before
 
 
@@ -139,6 +144,47 @@ def test_a_known_mix_is_measured_again_before_it_is_published(gemma3, data, tmp_
     trials = json.loads(log.read_bytes())["trials"]
     assert trials[digest]["judged"]["kl_upper"] == pytest.approx(true_bound, rel=1e-3)
     assert trials[digest]["look"] == look
+
+
+def test_records_that_were_used_too_often_are_refused_before_another_build(gemma3, data, tmp_path, monkeypatch):
+    first = search(gemma3, data, tmp_path, "first", "--kl-budget", "0.02", "--search-builds", "1")
+    path = tmp_path / "state" / "gemq-search.json"
+    record = json.loads(path.read_bytes())
+    (names,) = record["looks"].values()
+    assert len(names) == first["search"]["bound"]["looks"]
+    names += [f"{place:012d}/{place:012d}" for place in range(MOST_LOOKS - len(names))]
+    path.write_text(json.dumps(record))
+    builds = []
+    monkeypatch.setattr("gemq.quantize.search.quantize", lambda *arguments: builds.append(arguments))
+    with pytest.raises(UsageError) as raised:  # another recipe: nothing is known of it
+        search(gemma3, data, tmp_path, "out", "--kl-budget", "0.02", "--lm-head", "int4", "--resume", "never")
+    assert str(MOST_LOOKS) in raised.value.message
+    assert "--eval-data" in raised.value.next_step
+    with pytest.raises(UsageError):
+        search(gemma3, data, tmp_path, "out", "--kl-budget", "0.02", "--search-builds", str(MOST_LOOKS + 1), "--dry-run")
+    assert not builds
+    monkeypatch.undo()
+    # what was measured already can still be published
+    again = search(gemma3, data, tmp_path, "again", "--kl-budget", "0.02")
+    assert chosen(again)["mix"] == chosen(first)["mix"]
+    assert again["search"]["bound"]["looks"] == MOST_LOOKS
+
+
+def test_pareto_finds_the_state_of_a_search_whose_output_is_elsewhere(gemma3, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    output.mode.json = output.mode.quiet = False
+    calibrated = ("--calibration", data["calibration"], "--samples", "8", "--length", "32", "--device", "cpu")
+    done = CliRunner().invoke(app, ["quantize", str(gemma3), "--recipe", "w4a16-g32", *calibrated, "--eval-data", data["records"],
+                                    "--kl-budget", "0.5", "--candidates", CANDIDATES, "--search-builds", "1",
+                                    "--output", "elsewhere/out"])  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / f"{gemma3.name}-w4a16-g32.search").is_dir()
+    monkeypatch.setattr("gemq.calibration.sets.load_calibration", lambda name, **options: pytest.fail("the search's state was not found"))
+    drawn = CliRunner().invoke(app, ["pareto", str(gemma3), "--recipe", "w4a16-g32", "--device", "cpu", "--output", "drawn/out", "--json"])
+    assert drawn.exit_code == 0, drawn.output
+    assert len(json.loads(drawn.stdout)["pareto"]["measured"]) == 1
+    for command in ("quantize", "pareto"):
+        assert "current directory" in " ".join(CliRunner().invoke(app, [command, "--help"], terminal_width=400).output.split())
 
 
 def test_an_unreachable_budget_is_over_budget_with_the_nearest_build_and_its_own_digits(gemma3, data, tmp_path):

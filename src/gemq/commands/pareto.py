@@ -20,7 +20,8 @@ def pareto(
     recipe: Annotated[str, typer.Option(help="The recipe that a search varies.")] = "w4a16",
     output_dir: Annotated[Path | None, typer.Option("--output", "-o", help="A new directory. Default: MODEL-RECIPE-pareto here.")] = None,
     search_state: Annotated[
-        Path | None, typer.Option(help="Where a search keeps what it measured. Default: MODEL-RECIPE.search here; made if not there.")
+        Path | None, typer.Option(help="Where a search keeps what it measured; made if not there. Default: MODEL-RECIPE.search in the current "
+                                         "directory, whatever --output is.")
     ] = None,
     ppl_budget: Annotated[list[str] | None, typer.Option(help="Draw this budget, such as 5%; say it again for more.")] = None,
     kl_budget: Annotated[list[float] | None, typer.Option(help="Tell the mix for this budget of KL, in nats a token; likewise.")] = None,
@@ -66,7 +67,7 @@ def pareto(
     from gemq.quantize.skeleton import load_skeleton
     from gemq.quantize.trials import Trials
     from gemq.recipes.model import load_recipe
-    from gemq.source import default_name, resolve
+    from gemq.source import default_name, default_search_state, resolve
 
     asked = [made for made in (*(Budget.parse(text, None) for text in ppl_budget or []), *(Budget.parse(None, nats) for nats in kl_budget or []))
              if made is not None]  # fmt: skip
@@ -74,7 +75,7 @@ def pareto(
     used = load_recipe(recipe)
     used = used if lm_head is None else with_head(used, lm_head)
     default = default_name(model, used.name)
-    state, target = search_state or Path(f"{default}.search"), output_dir or Path(f"{default}-pareto")
+    state, target = search_state or default_search_state(model, used.name), output_dir or Path(f"{default}-pareto")
     atomic.require_absent(target)
     chosen = choose(device)
     source = resolve(model, revision)

@@ -69,7 +69,8 @@ def quantize(
     ] = None,
     search_builds: Annotated[int, typer.Option(min=1, help="Checkpoints that the search may build and measure.")] = 3,
     search_state: Annotated[
-        Path | None, typer.Option(help="Where the search keeps what it measured, for the next budget. Default: MODEL-RECIPE.search here.")
+        Path | None, typer.Option(help="Where the search keeps what it measured, for the next budget. Default: MODEL-RECIPE.search in the current "
+                                         "directory, whatever --output is.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; a config.json is enough.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
@@ -105,12 +106,12 @@ def quantize(
             raise UsageError("a budget needs data to be measured on, and --eval-data is none", "give self, or a .txt or .jsonl file")
     elif candidates is not None or search_state is not None:
         raise UsageError("--candidates and --search-state belong to a search, and no budget is given", "add --ppl-budget or --kl-budget")
-    from gemq.source import default_name, resolve
+    from gemq.source import default_name, default_search_state, resolve
 
     default = default_name(model, used.name)
     target = output_directory or Path(default if budget is None else f"{default}-{budget.label}")
     atomic.require_absent(target)
-    state = search_state or target.parent / f"{default}.search"
+    state = search_state or default_search_state(model, used.name)
     if lm_head is not None:
         used = with_head(used, lm_head)
     if format_ is not None:
@@ -244,8 +245,8 @@ def _search(job: Job, order: Order, state: Path, data: BudgetData) -> None:
     search = won.manifest["search"]
     lines = [f"{won.directory}: {won.trial.bits_per_decoder_weight:.2f} bits a decoder weight, bound {budget.show(won.trial.upper(budget))} "
              f"of {budget.show(budget.nats)} on {won.trial.judged.records} records",
-             f"the 95% bounds hold for all {search['bound']['looks']} checkpoints measured on these records together "
-             "(Bonferroni correction)"]  # fmt: skip
+             f"the 95% bounds hold for all {search['bound']['looks']} checkpoints measured on these records in this search "
+             "directory together (Bonferroni correction)"]  # fmt: skip
     if search["held_out"] is None:
         lines.append("none of the records was held out from the search: with eight or more (--eval-records) every fourth is")
     else:
