@@ -113,6 +113,8 @@ def require_source(spec: str, length: int, model_dir: Path) -> None:
     path = Path(spec).expanduser()
     if path.is_file() and spec != "self" and not path.name.endswith(ENDINGS):
         raise UsageError(f"calibration file {path.name} has an unknown ending", f"use {', '.join(ENDINGS)}")
+    if spec and path.is_dir() and (path / "config.json").is_file() and spec != "self":
+        raise UsageError(f"calibration {spec} is a model's directory", "name a .txt or .jsonl file, a data set, or self")
     if spec == "self" or path.is_file() or (spec and path.is_dir()) or (hub.HUB_ID.fullmatch(spec) and not _looks_like_file(spec)):
         return
     if _looks_like_file(spec):

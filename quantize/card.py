@@ -48,6 +48,8 @@ def summary(document: dict[str, Any], data: str | None = None) -> dict[str, Any]
 
     Raises UsageError on what is no result of eval-ppl or eval-kl.
     """
+    if "measurements" in document and "kind" not in document:
+        raise UsageError("this is a checkpoint's own measured.json, which its card shows already", _VALID)
     try:
         kind = document["kind"]
         made: dict[str, Any] = {

@@ -221,7 +221,8 @@ def _seal_raw(directory: Path) -> bytes:
         raise UsageError(f"{directory} is no directory", "give the directory of a checkpoint that gemq wrote")
     raw = read_regular(path, _MAX_SEAL_BYTES + 1)
     if raw is None:
-        raise IntegrityError(f"{directory} has no {SEAL_FILE}", "fetch it whole: every checkpoint of gemq's has one")
+        raise IntegrityError(f"{directory} has no {SEAL_FILE}",
+                             "give a checkpoint that gemq wrote (a source has no seal); if this is one, fetch all of its files again")  # fmt: skip
     return raw
 
 

@@ -194,10 +194,10 @@ def make(order: Order, final: Path, *, task: str = "", split: str = "dev", metho
     profile, tuned = packaged(order.profile or DEFAULT_PROFILE, checkpoint.seal_digest, None, checkpoint.digest)
     if tuned is not None and tuned.speculation is not None:
         raise UsageError(f"{ARENA} fetches one checkpoint, and {order.profile} drafts with another", "run gemq tune without --drafter")
+    task = _task(checkpoint, task, force=order.force)  # before the Hub: no upload makes another model fit
     if order.hub is None:
         raise UsageError(f"{ARENA} fetches the checkpoint from the Hub at a commit, and none is given",
                          "upload it with gemq push, and add --repo OWNER/NAME --revision COMMIT")
-    task = _task(checkpoint, task, force=order.force)
     atomic.require_absent(final)
     if repository is not None:
         require_commit(repository[1], "--engine-revision")

@@ -72,7 +72,7 @@ def run() -> int:
         output.error(f"unexpected {type(error).__name__}: {error}", "this is a bug of gemq: report it with the lines above")
         return 1
     if code == 130:
-        output.error("interrupted; what was finished is kept", "run the same command to go on")
+        output.error("interrupted", "run the same command again; it resumes from what was finished, if anything was")
     return code if isinstance(code, int) else 0
 
 

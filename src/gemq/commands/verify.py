@@ -67,6 +67,7 @@ def verify(
     except GemqError as error:  # damage that the seal has found too must not hide the seal's list
         differences.append(Difference("config.json", error.message))
         source = None
+    agrees = not differences
     if source is not None:
         comparison = verify_against_source(checkpoint, source, structure)
         differences += comparison.differences
@@ -85,7 +86,7 @@ def verify(
     text = "" if differences else _sentence(checkpoint, digest, content, document, source)
     output.result(document, text)
     if differences:
-        _refuse(checkpoint, differences)
+        _refuse(checkpoint, differences, agrees=agrees)
 
 
 def _signer(signature: Path | None, public_key: Path | None, identity: str | None, provider: str | None, fast: bool) -> Signer | None:
@@ -117,14 +118,15 @@ def _print_table(comparison: Comparison) -> None:
 def _sentence(checkpoint: Path, digest: str, content: str, document: dict[str, Any], source: Path | None) -> str:
     fast = document["checked"] != "every byte"
     how = "names, modes, sizes and shard headers agree (--fast: no content was read)" if fast else "every byte agrees"
-    told = "; its provenance tells of these files" if document["provenance"] else "; it has no provenance"
+    told = "; its provenance describes these files" if document["provenance"] else "; it has no provenance"
     against = f"; every tensor accounted for against {source}" if source else ""
     signed = f"; {document['signature']} signs it" if document["signature"] else ""
     rules = f"; keeps to {document['arena']}'s rules" if document["arena"] else ""
     return f"{checkpoint}: {document['files']} files, {how}{told}{signed}{against}{rules}\nseal {digest}\ncontent {content}"
 
 
-def _refuse(checkpoint: Path, differences: list[Difference]) -> None:
+def _refuse(checkpoint: Path, differences: list[Difference], *, agrees: bool) -> None:
+    """Raise IntegrityError with the differences; `agrees`: none of them is between the checkpoint and its own seal and structure."""
     for difference in differences[:_SHOWN]:
         output.note(f"  {difference}")
     if len(differences) > _SHOWN:
@@ -133,7 +135,10 @@ def _refuse(checkpoint: Path, differences: list[Difference]) -> None:
     if all(difference.path.split("/")[0] in _DOWNLOADED for difference in differences):
         raise IntegrityError(f"{checkpoint} holds what a download left beside the checkpoint: {count}",
                              f"remove {' and '.join(_DOWNLOADED)} from it, and verify again")
-    raise IntegrityError(f"{checkpoint} is not what it should be: {count}", "don't use it; fetch or quantize it again")
+    if agrees:
+        raise IntegrityError(f"verification failed: {checkpoint} agrees with its own seal, and not with what it was compared with: {count}",
+                             "check that --source is the model that gemq.json names; if it is, don't use the checkpoint")  # fmt: skip
+    raise IntegrityError(f"verification failed: {count} in {checkpoint}", "don't use it; fetch or quantize it again")
 
 
 def register(app: typer.Typer) -> None:
