@@ -321,7 +321,7 @@ def run_bench(
     vLLM's `client`, where there is one, drives the loads that --client `client_kind` leaves it. `target_digest` is the served checkpoint's: what an
     earlier run kept of another one is refused. Without it, one request whose answer is kept is sent again first (`require_same_model`).
 
-    The directory `partial` keeps what is finished; the caller holds it (`atomic.resumable_directory`, with JOURNAL) and publishes it, so that
+    The directory `partial` keeps what is finished; the caller holds it (`atomic.resumable_directory`) and publishes it, so that
     it can add files. Raises StoppedSafely (75) with what was kept when the endpoint dies, UsageError, and IntegrityError when an answer is not
     what was asked for.
     """
@@ -357,6 +357,6 @@ def write_result(result: BenchResult, directory: Path, final: Path, job_id: str)
                 atomic.write_file(directory / "ppl_summary.json",
                                   json.dumps({k: v for k, v in result.ppl.items() if k != "per_record"}, indent=2) + "\n")  # fmt: skip
                 atomic.write_file(directory / "ppl_results.jsonl", "".join(json.dumps(record) + "\n" for record in records))
-            atomic.publish(directory, final)
+            atomic.publish_resumable(directory, final)
     except GemqError as error:
         raise type(error)(f"{error.message}; what was measured is in {directory}", error.next_step) from error

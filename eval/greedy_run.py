@@ -103,11 +103,10 @@ class _Capture:
 
 
 @contextlib.contextmanager
-def _kept(job: Job, target: Target, key: object) -> Iterator[_Capture]:
+def _kept(job: Job, key: object) -> Iterator[_Capture]:
     with contextlib.ExitStack() as stack:
         if job.output_dir is not None:
-            require_separate(job.output_dir, target.directory, target.checkpoint)
-            stack.enter_context(atomic.resumable_directory(job.output_dir, "key.json"))
+            stack.enter_context(atomic.resumable_directory(job.output_dir, "eval-greedy"))
         captured = _Capture(job.output_dir, key)
         try:
             yield captured
@@ -153,21 +152,21 @@ def evaluate_greedy(job: Job) -> GreedyResult:
         if job.prompts is not None:
             raise UsageError("--prompts are for an endpoint; captured records hold their own", "leave --prompts out")
         ours = _cut(read_decoded(Path(job.target)), job)
-        if job.output_dir is not None:
-            atomic.require_absent(job.output_dir)
+        _require_place(job, None)
         result = _judged(job, ours, theirs, tolerance, None)
         if job.output_dir is not None:
             with atomic.staged_directory(job.output_dir) as folder:
                 _write(folder, result, ours)
         return result
     target = Target.parse(job.target, job.checkpoint)
+    _require_place(job, target)
     prompts = _prompts(job, target, theirs)
     lengths = {record.id: len(record.completion_token_ids) for record in theirs or ()}
     counts = [lengths.get(prompt.id, job.tokens or TOKENS) for prompt in prompts]
     digest = target.digest
     told = None if target.checkpoint is None else directory_digest(target.checkpoint)
     key = {"target": digest or job.target, "checkpoint": told, "prompts": [prompt.sha256 for prompt in prompts], "counts": counts}
-    with _kept(job, target, key) as captured:
+    with _kept(job, key) as captured:
         with target.opened(python=job.python) as (endpoint, _):
             _capture_into(captured, endpoint, prompts, counts, check_kept=digest is None)
             early = _judged(job, captured.records, theirs, tolerance, endpoint) if theirs is not None else None
@@ -175,9 +174,17 @@ def evaluate_greedy(job: Job) -> GreedyResult:
         if job.output_dir is not None:
             partial = atomic.partial_of(job.output_dir)
             _write(partial, result, captured.records)
-            atomic.publish(partial, job.output_dir)
-            (job.output_dir / "key.json").unlink()  # not before: what is kept counts by it alone
+            atomic.publish_resumable(partial, job.output_dir, "key.json")
     return result
+
+
+def _require_place(job: Job, target: Target | None) -> None:
+    """Refuse an --output that exists, or is among the files of a model that is read."""
+    if job.output_dir is not None:
+        reference = None if _is_records(job.reference) else Target.parse(job.reference)
+        read = [directory for side in (target, reference) if side is not None for directory in side.directories]
+        require_separate(job.output_dir, job.checkpoint, job.tokenizer, *read)
+        atomic.require_absent(job.output_dir)
 
 
 def _write(folder: Path, result: GreedyResult, ours: Sequence[DecodeRecord]) -> None:

@@ -25,6 +25,7 @@ from gemq.eval.local import Head, LocalCheckpoint, LocalModel, chunks, require_d
 from gemq.eval.plan import Plan
 from gemq.eval.records import Record
 from gemq.eval.statistics import Estimate, cluster_mean
+from gemq.output_paths import require_separate
 
 HISTOGRAM = "histogram"
 
@@ -132,6 +133,7 @@ def record_reference(
     """
     from gemq.eval.served_kl import choose_top, record_distributions
 
+    require_separate(file, tokenizer, option="--record")
     plan = Plan.make(target, data, reference=None, records=records, skip=skip, length=length, device=device, dtype=dtype, kind="kl",
                      output_path=None, tokenizer=tokenizer)  # fmt: skip
     return record_distributions(plan, file, choose_top(top, None), device, dtype)

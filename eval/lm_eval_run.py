@@ -33,6 +33,11 @@ from gemq.text_files import read_lines
 
 GSM8K = "gsm8k"
 KEY_FILE = "key.json"  # in the directory of kept answers: to which questions they are
+EXAMPLES_FILE, QUESTIONS_FILE = "examples.jsonl", "questions.jsonl"
+_ANSWERS = ".answers.db"  # and a label in front
+KEPT_FILES = (KEY_FILE, EXAMPLES_FILE, QUESTIONS_FILE,
+              *(f"{label}{_ANSWERS}{journal}" for label in ("target", "reference") for journal in ("", "-journal")))  # fmt: skip
+"""Everything that `evaluate_accuracy` writes into that directory; SQLite's journal of a database may outlive a kill."""
 SHOTS, ANSWER_TOKENS = 8, 512
 _REQUESTS = ("generate_until", "loglikelihood", "loglikelihood_rolling")  # lm-eval's kinds of questions
 ANSWER = r"#### (\-?[0-9\.\,]+)"  # GSM8K's own mark of the final number
@@ -91,7 +96,7 @@ def gsm8k_task(questions: Questions, folder: Path) -> dict[str, Any]:
     asked = asked if questions.shots_from else asked[questions.shots :]
     if not asked:
         raise UsageError(f"{questions.data} holds no question beside its {questions.shots} examples", "give --shots-from, or fewer --shots")
-    files = {"train": folder / "examples.jsonl", "test": folder / "questions.jsonl"}
+    files = {"train": folder / EXAMPLES_FILE, "test": folder / QUESTIONS_FILE}
     for name, rows in (("train", examples or asked[:1]), ("test", asked)):
         files[name].write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return {
@@ -248,7 +253,7 @@ def ask(
                 task.set_config(key="num_fewshot", value=0)
         model = _model(endpoint, questions, in_flight, tokenizer)
         _with_progress(model, label)
-        cached = caching(model, str(folder / f"{label}.answers.db"))
+        cached = caching(model, str(folder / f"{label}{_ANSWERS}"))
         for name in _REQUESTS if check_kept else ():
             _check_kept(cached, model, name)
         try:

@@ -88,7 +88,7 @@ class Plan:
         if other is not None:
             _require_same_tokens(opened, other)
         if output_path is not None:
-            require_separate(output_path, *(side.directory for side in sides if isinstance(side, LocalCheckpoint)))
+            require_separate(output_path, *(side.directory for side in sides if isinstance(side, LocalCheckpoint)), tokenizer)
         if tokenizer is None:
             tokenizer = next((side.directory for side in sides if isinstance(side, LocalCheckpoint)), None)
         vocab_size = next((side.vocab_size for side in sides if side.vocab_size is not None), None)

@@ -268,8 +268,8 @@ def run(job: Rehearsal, output_dir: Path) -> tuple[Verdict, list[str]]:
     """
     require(job)
     atomic.require_absent(output_dir)
-    require_separate(output_dir, job.target.directory, job.target.checkpoint)
-    with atomic.resumable_directory(output_dir, "key.json") as job.folder:
+    require_separate(output_dir, *job.target.directories, *(Target.parse(job.reference).directories if job.reference is not None else ()))
+    with atomic.resumable_directory(output_dir, "rehearse") as job.folder:
         key = _require_same(job)
         try:
             _run_stages(job)
@@ -284,8 +284,7 @@ def run(job: Rehearsal, output_dir: Path) -> tuple[Verdict, list[str]]:
         document = {"kind": "rehearsal", **verdict.to_json(), **job.digests(), "not_enforced": open_points, "stages": list(job.found), "key": key}
         with atomic.disk_errors(job.folder):
             atomic.write_file(job.folder / "verdict.json", json.dumps(document, indent=2, allow_nan=False) + "\n")
-        atomic.publish(job.folder, output_dir)
-        (output_dir / "key.json").unlink()  # not before: what is kept counts by it alone
+        atomic.publish_resumable(job.folder, output_dir, "key.json")
     return verdict, open_points
 
 

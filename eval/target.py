@@ -52,6 +52,11 @@ class Target:
         return cls(name, directory, found, tuple(map(str, dependencies)) if isinstance(dependencies, list) else ())
 
     @property
+    def directories(self) -> tuple[Path | None, Path | None]:
+        """The directories that are read: TARGET itself and the checkpoint, each None where there is none on this machine."""
+        return self.directory, self.checkpoint
+
+    @property
     def digest(self) -> str | None:
         """The content digest of the checkpoint that gemq itself serves from here.
 

@@ -117,8 +117,13 @@ def open_journal(partial: Path, job: dict[str, Any], resume: Resume, *, save: bo
 
 
 def discard(partial: Path) -> None:
-    """Delete an unfinished or published quantization's own files in `partial`, and `partial` if nothing else is in it."""
+    """Delete an unfinished quantization's own files in `partial`, and `partial` if nothing else is in it."""
     atomic.discard(partial, _CHECKPOINT, _FILE)
+
+
+def discard_after(partial: Path) -> None:
+    """As `discard`, once the checkpoint is published: what can't be deleted is a warning."""
+    atomic.discard_after(partial, _CHECKPOINT, _FILE)
 
 
 def _body(path: Path) -> dict[str, Any]:

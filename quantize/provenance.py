@@ -17,10 +17,10 @@ from urllib.parse import quote
 
 from gemq.errors import IntegrityError
 from gemq.quantize.audit import strict_json
+from gemq.quantize.seal import PROVENANCE_FILE as PROVENANCE_FILE
 from gemq.quantize.seal import REPORTS, SEAL_FILE, Difference, SealedFile, read_regular
 
 MANIFEST_FILE, RECIPE_FILE = "gemq.json", "recipe.yaml"
-PROVENANCE_FILE = "provenance.intoto.json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:gemq:quantize:v1"

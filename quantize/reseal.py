@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import stat
 from pathlib import Path
 
 from gemq import atomic
@@ -12,8 +14,21 @@ from gemq.output_paths import require_separate
 from gemq.quantize.seal import SealedFile, put_seal
 
 
+def place(source: Path, target: Path, mode: int) -> None:
+    """Make `target` the file `source` with the permissions `mode`: a hard link where it has them already, else a copy.
+
+    A link is the same file, so a change of its permissions would change the source's too.
+    """
+    if stat.S_IMODE(source.stat().st_mode) == mode:
+        with contextlib.suppress(OSError):  # another disk, one without links, or another user's file
+            os.link(source, target)
+            return
+    shutil.copyfile(source, target)
+    target.chmod(mode)
+
+
 def reseal(checkpoint: Path, to: Path, kept: list[SealedFile], made: dict[str, bytes]) -> str:
-    """Publish `to`: the files `kept` of `checkpoint`, linked where the disk can, and `made` (name -> bytes), under a seal of its own.
+    """Publish `to`: the files `kept` of `checkpoint` (`place`), and `made` (name -> bytes), under a seal of its own.
 
     Returns the seal's digest. Raises UsageError where there is no directory to write into.
     """
@@ -24,9 +39,5 @@ def reseal(checkpoint: Path, to: Path, kept: list[SealedFile], made: dict[str, b
         for file in kept:
             target = staged / file.path
             target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(checkpoint / file.path, target)
-            except OSError:  # another disk, or one without links
-                shutil.copyfile(checkpoint / file.path, target)
-            target.chmod(0o555 if file.executable else 0o444)
+            place(checkpoint / file.path, target, 0o555 if file.executable else 0o444)
         return put_seal(staged, kept, made)

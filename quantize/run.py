@@ -28,15 +28,14 @@ from gemq.quantize.folds import Folds
 from gemq.quantize.follower import Share
 from gemq.quantize.gpu import budget_of, too_little
 from gemq.quantize.job import Job, identity_of, manifest_of
-from gemq.quantize.journal import Journal, discard, is_fresh, open_journal
+from gemq.quantize.journal import Journal, discard_after, is_fresh, open_journal
 from gemq.quantize.loading import FiniteCheck
 from gemq.quantize.phases import Phases
 from gemq.quantize.plan import Pair, Stored, Unit, stored_matrices
-from gemq.quantize.provenance import PROVENANCE_FILE
 from gemq.quantize.ranks import Ranks, shares_of
 from gemq.quantize.rtn import round_to_nearest
 from gemq.quantize.scales import restore
-from gemq.quantize.seal import CARD_FILE, REPORTS, SEAL_FILE, SealedFile, write_seal
+from gemq.quantize.seal import CARD_FILE, WRITTEN_LAST, SealedFile, write_seal
 from gemq.quantize.skeleton import Matrix
 from gemq.quantize.squared_errors import ErrorSums, measured_error, share_of
 from gemq.quantize.tuning import Call, Solved, tune
@@ -90,7 +89,7 @@ def quantize(job: Job, measure: Callable[[Path], list[dict[str, Any]]] | None = 
                 seal = write_seal(run.directory, describe, run.writing.hashes())
                 atomic.write_point("sealed")
                 atomic.publish(run.directory, job.output)
-                discard(partial)
+                discard_after(partial)
         except torch.OutOfMemoryError as error:
             raise too_little(error, job.gpu_memory_bytes) from None
         finally:
@@ -432,7 +431,7 @@ class _Run:
         """Write what stands beside the shards."""
         self.writer.close()
         self.reader.close()
-        for name in (SEAL_FILE, PROVENANCE_FILE, *REPORTS):  # of a run that ended between them and its publication
+        for name in WRITTEN_LAST:  # of a run that ended between them and its publication
             (self.directory / name).unlink(missing_ok=True)
         write_companions(self.plan, self.job.source.directory, self.directory, manifest)
         index = self.writer.index_json()

@@ -21,18 +21,19 @@ from pathlib import Path
 from threading import Lock
 
 from gemq import output
-from gemq.atomic import disk_errors, write_file, write_point
+from gemq.atomic import disk_errors, left_over_of, write_file, write_point
 from gemq.errors import IntegrityError, UsageError
 from gemq.positioned import BESIDE_BYTES, IN_CACHE_BYTES, pieces
 
 SEAL_FILE = "gemq.seal.json"
 CARD_FILE, MEASURED_FILE = "README.md", "measured.json"
 REPORTS = (CARD_FILE, MEASURED_FILE)  # what may be written anew about the same content
+PROVENANCE_FILE = "provenance.intoto.json"
+WRITTEN_LAST = (SEAL_FILE, PROVENANCE_FILE, *REPORTS)  # of the other files
 VERSION = 1
 _MAX_SEAL_BYTES = 64 << 20
 _WORTH_THREADS_BYTES = 8 << 20
 _MAX_SIZE = 2**63 - 1
-_LEFT_OVER = re.compile(r"\..+\.\d+\.tmp")  # what atomic.write_file leaves behind when it is killed
 _FETCH_AGAIN = "fetch or copy the checkpoint again; don't use this one"
 
 
@@ -168,8 +169,7 @@ def write_seal(
     IntegrityError where the folder holds anything but regular files with plain names.
     """
     with disk_errors(directory):
-        for left_over in [path for path in directory.rglob(".*.tmp") if _LEFT_OVER.fullmatch(path.name)]:
-            left_over.unlink()
+        _delete_left_overs(directory)
         found, differences = _scan(directory)
         empty = _unlisted_folders(directory, [file.path for file in found])
         differences += [Difference(folder, "an empty folder can't be sealed") for folder in empty]
@@ -189,6 +189,14 @@ def write_seal(
                 raise IntegrityError(f"{directory} can't be sealed: {file.path} {digest}", "see what else writes there, and try again")
             sealed.append(SealedFile(bool(file.status.st_mode & 0o111), file.path, digest.hex(), file.status.st_size))
         return put_seal(directory, sealed, {} if describe is None else describe(sealed))
+
+
+def _delete_left_overs(directory: Path) -> None:
+    """Delete what a killed run left of the seal, of a report, or of a file that is there; any other hidden file stays, and can't be sealed."""
+    for path in list(directory.rglob(".*.tmp")):
+        name = left_over_of(path)
+        if name is not None and (path.with_name(name).is_file() or (path.parent == directory and name in WRITTEN_LAST)):
+            path.unlink()
 
 
 def put_seal(directory: Path, files: list[SealedFile], more: dict[str, bytes]) -> str:

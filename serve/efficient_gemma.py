@@ -14,6 +14,7 @@ from typing import Any
 
 from gemq import atomic
 from gemq.errors import UsageError
+from gemq.output_paths import require_separate
 from gemq.serve.package import Order, Taken, checkpoint_section, measured_section, place, require_taken
 from gemq.serve.profile import SHIPPED, Profile, packaged, put, section
 from gemq.serve.serve import DEFAULT_PROFILE
@@ -88,6 +89,8 @@ def make(order: Order, final: Path, *, copy: bool = False, dependencies: tuple[s
     checkpoint = order.checkpoint
     pinned = next((each.partition("==")[2].strip() for each in dependencies if re.fullmatch(r"vllm\s*==[^;]+", each)), "another than gemq knows")
     profile, tuned = packaged(order.profile or DEFAULT_PROFILE, checkpoint.seal_digest, pinned, checkpoint.digest)
+    if tuned is not None and tuned.speculation is not None:
+        require_separate(final, Path(tuned.speculation.drafter))
     model = require_taken(checkpoint, TAKEN, ARENA, force=order.force)
     atomic.require_absent(final)
     env = {"GEMQ_PROFILE": profile, **({"MODEL_REVISION": order.hub.revision} if order.hub else {})}

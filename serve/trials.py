@@ -65,6 +65,7 @@ class Servers:
         self.room, self._start = room, start
         self._stacks: dict[str, tuple[ExitStack, Callable[[], Server]]] = {}
         self._running: dict[str, Running] = {}
+        self.started: list[dict[str, str]] = []  # the settings of every start so far
         self._failed: dict[str, GemqError] = {}  # while others were measured; whoever asks for one hears of it
 
     @staticmethod
@@ -89,6 +90,7 @@ class Servers:
 
     def _launch(self, settings: dict[str, str]) -> None:
         stack = ExitStack()
+        self.started.append(settings)
         self._stacks[self._name(settings)] = stack, stack.enter_context(self._start(settings))
 
     def get(self, settings: dict[str, str], keep: Sequence[dict[str, str]] = ()) -> Running:

@@ -156,7 +156,7 @@ class Journal:
 @contextlib.contextmanager
 def kept_in(output_dir: Path, key: dict[str, Any]) -> Iterator[Journal]:
     """The journal in OUTPUT.partial, held against another process; a stop says what it kept."""
-    with atomic.resumable_directory(output_dir, JOURNAL) as partial:
+    with atomic.resumable_directory(output_dir, "tune") as partial:
         journal = Journal(partial, key)
 
         def stopped() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from gemq.serve.tune import Search, Tuned, kept_in, search
 WINDOW = 2000  # tokens that a candidate must still score at once
 GIB = 2**30
 SHARE = 0.9  # of the card, over all servers
+_PROFILES, _CACHES, _MODELS = "candidates", "caches", "modelinfos"  # in OUTPUT.partial: what servers are started with, and what vLLM compiles
 
 
 @dataclass(frozen=True)
@@ -227,6 +227,11 @@ def _memory_share(checkpoint: Path | None, in_flight: int, room: int) -> tuple[f
     return share, int(min(cache, max(8, in_flight) * GIB))
 
 
+def _candidate(settings: dict[str, str]) -> str:
+    """The name of the files that belong to a server of `settings`."""
+    return "-".join(f"{switch}-{label}" for switch, label in sorted(settings.items())).replace(" ", "-").replace("/", "-")[:150] or "baseline"
+
+
 def start_with(prepared: Prepared, options: Options, folder: Path) -> Callable[[dict[str, str]], AbstractContextManager[Callable[[], Server]]]:
     """What starts a server of given settings, just as a package with that profile would be started. Logs and profiles lie in `folder`."""
     plan, target = prepared.search, prepared.target
@@ -240,20 +245,20 @@ def start_with(prepared: Prepared, options: Options, folder: Path) -> Callable[[
 
     # (VLLM_CACHE_ROOT holds what is known of model classes too, which takes many seconds to find out: that part is shared)
     def start(settings: dict[str, str]) -> AbstractContextManager[Callable[[], Server]]:
-        name = "-".join(f"{switch}-{label}" for switch, label in sorted(settings.items())).replace(" ", "-").replace("/", "-")[:150] or "baseline"
+        name = _candidate(settings)
         profile = plan.base
         if set(settings) - {"baseline"}:
-            path = folder / "candidates" / f"{name}.json"
+            path = folder / _PROFILES / f"{name}.json"
             path.parent.mkdir(exist_ok=True)
             plan.profile(settings).write(path)
             profile = str(path.absolute())
         (folder / "logs").mkdir(exist_ok=True)
         # compiled code is kept apart: two servers that start at once would write one place, and vLLM's key for it knows nothing of plugins
-        cache, models = folder / "caches" / name, folder / "caches" / "modelinfos"
+        cache, models = folder / _CACHES / name, folder / _CACHES / _MODELS
         cache.mkdir(parents=True, exist_ok=True)
         models.mkdir(exist_ok=True)
-        if not (cache / "modelinfos").is_symlink():
-            (cache / "modelinfos").symlink_to(models.absolute())
+        if not (cache / _MODELS).is_symlink():
+            (cache / _MODELS).symlink_to(models.absolute())
         return starting(directory, profile=profile, checkpoint=named, python=prepared.python, log=folder / "logs" / f"{name}.log",
                         timeout=options.start_timeout, verify=options.verify,
                         environment={"GEMQ_EXTRA_ARGS": " ".join(filter(None, extra)), "VLLM_CACHE_ROOT": str(cache.absolute())})  # fmt: skip
@@ -279,7 +284,7 @@ def tune(prepared: Prepared, options: Options, output_dir: Path, told: Callable[
     """
     if not prepared.search.offered:
         raise UsageError("there is nothing to try: " + "; ".join(_told(prepared.left_out)), "see gemq tune --dry-run, or give other --switch names")
-    require_separate(output_dir, prepared.target.directory, prepared.target.checkpoint)
+    require_separate(output_dir, *prepared.target.directories, prepared.search.drafter)
     with kept_in(output_dir, journal_key(prepared, options)) as journal:
         partial = atomic.partial_of(output_dir)
         servers = Servers(prepared.room, start_with(prepared, options, partial))
@@ -288,14 +293,17 @@ def tune(prepared: Prepared, options: Options, output_dir: Path, told: Callable[
         finally:
             servers.close()
         tuned.left_out = [*prepared.left_out, *tuned.left_out]
-        for used in ("candidates", "caches"):
-            shutil.rmtree(partial / used, ignore_errors=True)
+        tried = [settings for trial in journal.trials for settings in (trial.settings, trial.against)]
+        names = {_candidate(settings) for settings in (*servers.started, *tried)}
+        with atomic.disk_errors(partial):
+            atomic.discard(partial / _PROFILES, *(f"{name}.json" for name in names))
+            atomic.discard(partial / _CACHES, *names, _MODELS)
         if tuned.profile is not None:
             tuned.profile.write(partial / SHIPPED)
         with atomic.disk_errors(partial):
             document = {**tuned.to_json(), "engine": prepared.search.engine.key(), "loads": journal_key(prepared, options)["loads"]}
             atomic.write_file(partial / "tune.json", json.dumps(document, indent=2, allow_nan=False) + "\n")
-            atomic.publish(partial, output_dir)
+            atomic.publish_resumable(partial, output_dir)
     return tuned
 
 

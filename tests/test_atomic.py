@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -144,9 +146,13 @@ def staged(final: Path) -> None:
     lambda path: (path.mkdir(), (path / "thesis.txt").write_text("years of work")),
     lambda path: path.write_text("years of work"),
     lambda path: (path.mkdir(), (path / atomic.RECORD).write_text("{}")),
+    lambda path: (path.mkdir(), (path / "key.json").write_text("{}")),
+    lambda path: (path.mkdir(), (path / ".notes.1.tmp").write_text("years of work")),
+    lambda path: (path.mkdir(), (path / f".{atomic.RECORD}.1.tmp").mkdir()),
     lambda path: (path.mkdir(), (path / "output").mkdir(), (path / "output" / "thesis.txt").write_text("years of work")),
     lambda path: (path.with_name("elsewhere").mkdir(), path.symlink_to("elsewhere")),
-], ids=["a folder", "a file", "a record of something else", "a folder named as gemq names it", "a link"])  # fmt: skip
+], ids=["a folder", "a file", "a record of something else", "a file named as a command names its own",
+        "a hidden file", "a hidden folder", "a folder named as gemq names it", "a link"])  # fmt: skip
 @pytest.mark.parametrize("use", [staged, lambda final: atomic.resumable_directory(final, "key.json").__enter__()], ids=["staged", "resumable"])
 def test_a_partial_directory_that_gemq_did_not_make_is_refused_and_kept(tmp_path, make, use):
     make(tmp_path / "out.partial")
@@ -154,6 +160,62 @@ def test_a_partial_directory_that_gemq_did_not_make_is_refused_and_kept(tmp_path
     with pytest.raises(UsageError):
         use(tmp_path / "out")
     assert sorted((path, path.is_file() and path.read_bytes()) for path in tmp_path.rglob("*")) == before
+
+
+def test_a_command_goes_on_in_its_own_directory_and_publishes_no_record(tmp_path):
+    for _ in range(2):
+        with atomic.resumable_directory(tmp_path / "out", "bench") as partial:
+            with open(partial / "journal", "a") as file:
+                file.write("x")
+    with atomic.resumable_directory(tmp_path / "out", "bench") as partial:
+        (partial / "key.json").write_text("{}")
+        atomic.publish_resumable(partial, tmp_path / "out", "key.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [(path.name, path.read_text()) for path in (tmp_path / "out").iterdir()] == [("journal", "xx")]
+
+
+def test_work_of_another_command_is_not_continued(tmp_path):
+    with atomic.resumable_directory(tmp_path / "out", "bench"):
+        pass
+    with pytest.raises(UsageError, match="bench"), atomic.resumable_directory(tmp_path / "out", "tune"):
+        pass
+
+
+def test_only_temporary_files_of_gemqs_own_names_are_deleted(tmp_path):
+    partial = tmp_path / "out.partial"
+    atomic.claim(partial, "quantize")
+    for name in ("journal.json", ".journal.json.12.tmp", f".{atomic.RECORD}.3.tmp", ".notes.1.tmp", ".journal.json.x.tmp"):
+        (partial / name).write_text("text")
+    (partial / ".journal.json.7.tmp").mkdir()
+    (partial / ".journal.json.8.tmp").symlink_to(tmp_path)
+    atomic.discard(partial, "journal.json")
+    assert {path.name for path in partial.iterdir()} == {atomic.RECORD, ".notes.1.tmp", ".journal.json.x.tmp", ".journal.json.7.tmp",
+                                                         ".journal.json.8.tmp"}  # fmt: skip
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_without_locks_no_lock_file_is_left(tmp_path, monkeypatch, was_there):
+    lock = tmp_path / "out.partial.lock"
+    if was_there:
+        lock.write_text("notes")
+
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(UsageError, match="can't be locked"), atomic.locked(tmp_path / "out.partial"):
+        pass
+    assert lock.exists() == was_there
+
+
+def test_without_space_for_its_content_no_lock_file_is_left(tmp_path, monkeypatch):
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(UsageError), atomic.locked(tmp_path / "out.partial"):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_empty_directory_at_its_place_is_used(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from gemq.cli import app
 from gemq.errors import UsageError
+from gemq.eval.decoded import DecodeRecord, ids_sha256, write_decoded
 from gemq.source import default_name
 
 
@@ -35,6 +37,13 @@ def records(model: Path) -> Path:
     return file
 
 
+@pytest.fixture(scope="module")
+def decoded(model: Path) -> Path:
+    file = model.parent / "decoded.jsonl"
+    write_decoded(file, [DecodeRecord("a", ids_sha256((2, 5)), (2, 5), (7, 8), ids_sha256((7, 8)))])
+    return file
+
+
 COMMANDS = [
     ["quantize", "MODEL", "--recipe", "w8a16", "--eval-data", "none", "--output", "MODEL/out"],
     ["quantize", "MODEL", "--recipe", "w8a16", "--eval-data", "none", "--output", "MODEL/../model/out"],
@@ -47,6 +56,15 @@ COMMANDS = [
     ["eval-kl", "CHECKPOINT", "--reference", "MODEL", "--data", "RECORDS", "--output", "CHECKPOINT/out.json"],
     ["eval-kl", "MODEL", "--record", "MODEL/out.jsonl", "--data", "RECORDS"],
     ["eval-greedy", "MODEL", "--reference", "MODEL", "--output", "MODEL/out"],
+    ["eval-greedy", "DECODED", "--reference", "DECODED", "--output", "CHECKPOINT/out"],
+    ["eval-greedy", "DECODED", "--reference", "MODEL", "--output", "MODEL/out"],
+    ["eval-greedy", "CHECKPOINT", "--reference", "MODEL", "--output", "MODEL/out"],
+    ["eval-accuracy", "http://127.0.0.1:9", "--data", "RECORDS", "--reference", "MODEL", "--output", "MODEL/out.json"],
+    ["eval-accuracy", "http://127.0.0.1:9", "--data", "RECORDS", "--tokenizer", "MODEL", "--output", "MODEL/out.json"],
+    ["rehearse", "CHECKPOINT", "--arena", "efficient-gemma", "--no-isolate", "--reference", "MODEL", "--output", "MODEL/out"],
+    ["eval-kl", "CHECKPOINT", "--record", "MODEL/out.jsonl", "--tokenizer", "MODEL", "--data", "RECORDS"],
+    ["serve", "CHECKPOINT", "--log", "CHECKPOINT/out.log"],
+    ["sign", "CHECKPOINT", "--key", "RECORDS", "--output", "CHECKPOINT/out.sig"],
     ["bench", "MODEL", "--output", "MODEL/out"],
     ["card", "CHECKPOINT", "--output", "CHECKPOINT/out"],
     ["package", "CHECKPOINT", "--arena", "efficient-gemma", "--output", "CHECKPOINT/out"],
@@ -55,9 +73,10 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=[" ".join([line[0], line[-2], line[-1]]) for line in COMMANDS])
-def test_it_is_refused(model, checkpoint, records, tmp_path, command):
+def test_it_is_refused(model, checkpoint, records, decoded, tmp_path, command):
     (tmp_path / "link").symlink_to(model)
-    places = {"MODEL": model, "LINK": tmp_path / "link", "CHECKPOINT": checkpoint, "OUTSIDE": tmp_path / "out", "RECORDS": records}
+    places = {"MODEL": model, "LINK": tmp_path / "link", "CHECKPOINT": checkpoint, "OUTSIDE": tmp_path / "out", "RECORDS": records,
+              "DECODED": decoded}
     arguments = []
     for word in command:
         name, _, rest = word.partition("/")
@@ -68,6 +87,34 @@ def test_it_is_refused(model, checkpoint, records, tmp_path, command):
     assert "inside" in result.exception.message
     assert {place: sorted(os.listdir(place)) for place in (model, checkpoint, model.parent)} == before
     assert list(tmp_path.iterdir()) == [tmp_path / "link"]
+
+
+def everything(root: Path) -> list[tuple[str, object]]:
+    return sorted((str(path), path.is_file() and (path.read_bytes(), path.stat().st_mode)) for path in root.rglob("*"))
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_source_that_is_named_as_the_partial_directory_is_kept(model, tmp_path, resume):
+    source = shutil.copytree(model, tmp_path / "x.partial")
+    before = everything(tmp_path)
+    for options in (["--resume", resume], ["--dry-run"]):
+        refused = CliRunner().invoke(app, ["quantize", str(source), "--recipe", "w8a16", "--eval-data", "none", "-o", str(tmp_path / "x"), *options])
+        assert isinstance(refused.exception, UsageError), refused.exception
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "required"])
+@pytest.mark.parametrize("to", ["folder", "model", "file", "nowhere"])
+def test_a_link_at_the_place_of_the_partial_directory_is_refused_and_kept(model, tmp_path, to, resume):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "out.partial").symlink_to(model if to == "model" else tmp_path / to)
+    before = everything(tmp_path), everything(model)
+    arguments = ["quantize", str(model), "--recipe", "w8a16", "--eval-data", "none", "-o", str(tmp_path / "out"), "--resume", resume]
+    refused = CliRunner().invoke(app, arguments).exception
+    assert isinstance(refused, UsageError), refused
+    assert (everything(tmp_path), everything(model)) == before
+    assert (tmp_path / "out.partial").is_symlink()
 
 
 def test_without_an_output_in_the_model_s_directory_one_is_named_that_works(model, monkeypatch):

@@ -186,7 +186,7 @@ def test_a_checkpoint_that_does_not_verify_is_not_signed(checkpoint: Path, key: 
 
 def test_a_signature_never_lies_in_the_checkpoint_nor_over_another_file(checkpoint: Path, key: Path, tmp_path: Path) -> None:
     for inside in (checkpoint / "model.sig", checkpoint / "tokens" / "x", checkpoint / ".." / checkpoint.name / "x"):
-        with pytest.raises(UsageError, match="would lie in the checkpoint"):
+        with pytest.raises(UsageError, match="inside"):
             sign_with_key(checkpoint, key, inside)
     (tmp_path / "s.sig").write_text("mine")
     with pytest.raises(UsageError, match="exists already"):

@@ -28,6 +28,8 @@ RECORD = "gemq-partial.json"  # in a partial directory: gemq made it
 _STAGED = "output"  # in a partial directory: what `staged_directory` builds
 _LOCK_MARK = b"gemq "  # and the process that holds it: how a lock file of gemq's begins
 
+_TEMPORARY = re.compile(r"\.(.+)\.\d+\.tmp", re.DOTALL)  # the names that `staged_file` gives
+
 on_write_point: Callable[[str], None] | None = None
 
 
@@ -110,13 +112,17 @@ def locked(directory: Path) -> Iterator[None]:
 
 def _acquire(directory: Path, lock: Path) -> int:
     while True:
-        descriptor = _open_lock(lock)
+        descriptor, made = _open_lock(lock)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             holder = os.pread(descriptor, 64, 0)
+            no_locks = error.errno not in (errno.EACCES, errno.EAGAIN)
+            if no_locks and made and _is_at(lock, descriptor):
+                with contextlib.suppress(OSError):
+                    lock.unlink()
             os.close(descriptor)
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
+            if no_locks:
                 raise UsageError(f"{lock} can't be locked ({error.strerror})", "choose a place on a file system with locks") from None
             who = holder.removeprefix(_LOCK_MARK).decode("ascii", "replace").strip()
             raise UsageError(f"another gemq is building {directory}" + (f" (process {who})" if who.isdigit() else ""),
@@ -137,19 +143,24 @@ def _is_marked(descriptor: int) -> bool:
     return os.pread(descriptor, len(_LOCK_MARK), 0) == _LOCK_MARK
 
 
-def _open_lock(lock: Path) -> int:
-    """A descriptor of the lock file, which is made, with the mark of gemq's own, where there is none."""
+def _open_lock(lock: Path) -> tuple[int, bool]:
+    """A descriptor of the lock file, and whether this call made the file, with gemq's mark, because there was none."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         while True:
             with contextlib.suppress(FileExistsError):
                 descriptor = os.open(lock, flags | os.O_CREAT | os.O_EXCL, 0o644)
-                os.pwrite(descriptor, _mark(), 0)
-                return descriptor
+                try:
+                    os.pwrite(descriptor, _mark(), 0)
+                except OSError:
+                    os.close(descriptor)
+                    lock.unlink()
+                    raise
+                return descriptor, True
             with contextlib.suppress(FileNotFoundError):
                 descriptor = os.open(lock, flags)
                 if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    return descriptor
+                    return descriptor, False
                 os.close(descriptor)
                 raise OSError(errno.EINVAL, f"{lock.name} is there and is not a file", str(lock))
     except OSError as error:
@@ -207,6 +218,12 @@ def write_new_file(path: Path, data: bytes | str) -> None:
     write_file(path, data)
 
 
+def left_over_of(path: Path) -> str | None:
+    """The name of the file whose replacement `path` would have become, by a killed `staged_file`; None where `path` is anything else."""
+    found = _TEMPORARY.fullmatch(path.name)
+    return found[1] if found and path.is_file() and not path.is_symlink() else None
+
+
 # --- directories
 
 
@@ -221,6 +238,14 @@ def publish(partial: Path, final: Path) -> None:
     os.rename(partial, final)
     write_point("published")
     sync_path(final.parent)
+
+
+def publish_resumable(partial: Path, final: Path, *private: str) -> None:
+    """Publish the directory of `resumable_directory` as `final`, without its record and the files `private`, which only a resumed run needs."""
+    publish(partial, final)
+    with _warns_only(final):  # not before: without its record nobody could go on with it
+        for name in (*private, RECORD):
+            (final / name).unlink(missing_ok=True)
 
 
 def claim(partial: Path, kind: str) -> None:
@@ -240,17 +265,16 @@ def claimed_as(partial: Path) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def require_own(partial: Path, kind: str, *, proven: bool = False, record: str = RECORD) -> None:
+def require_own(partial: Path, kind: str, *, proven: bool = False) -> None:
     """Refuse what is at `partial` unless gemq made it for outputs of `kind` (by its record, or `proven`), or it is an empty directory.
 
-    record: another file that is written first; a directory in which nothing but the temporary file of either one is counts as empty.
+    A directory in which nothing but the record's temporary file is counts as empty.
     """
     if not partial.exists() and not partial.is_symlink():
         return
     if partial.is_dir() and not partial.is_symlink():
         found = claimed_as(partial)
-        begun = re.compile(rf"\.({re.escape(RECORD)}|{re.escape(record)})\.\d+\.tmp")
-        if proven or found == kind or all(begun.fullmatch(name) for name in os.listdir(partial)):
+        if proven or found == kind or all(left_over_of(path) == RECORD for path in partial.iterdir()):
             return
         if found is not None:
             raise UsageError(f"{partial} holds unfinished work of another kind: {found}",
@@ -260,7 +284,10 @@ def require_own(partial: Path, kind: str, *, proven: bool = False, record: str =
 
 
 def discard(partial: Path, *inner: str) -> None:
-    """Delete what gemq made in its own directory `partial` (`inner`, and its record last); what else is there stays, and the directory with it."""
+    """Delete what gemq made in its own directory `partial` (`inner`, and its record last); what else is there stays, and the directory with it.
+
+    So do temporary files of any other name. Raises OSError; after the output is published, `discard_after` is what to call.
+    """
     if not partial.is_dir():
         return
     for name in inner:
@@ -269,8 +296,9 @@ def discard(partial: Path, *inner: str) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    for name in [name for name in os.listdir(partial) if re.fullmatch(r"\..+\.\d+\.tmp", name)]:
-        (partial / name).unlink()
+    for path in list(partial.iterdir()):
+        if left_over_of(path) in (RECORD, *inner):
+            path.unlink()
     if set(os.listdir(partial)) - {RECORD}:
         output.note(f"{partial} holds files that gemq did not write: they are left there")
         return
@@ -278,20 +306,34 @@ def discard(partial: Path, *inner: str) -> None:
     partial.rmdir()
 
 
-@contextmanager
-def resumable_directory(final: Path, record: str) -> Iterator[Path]:
-    """Hold and yield OUT.partial, in which a command keeps what it finished until it publishes it as `final`.
+def discard_after(partial: Path, *inner: str) -> None:
+    """As `discard`, once the output is published: what can't be deleted is a warning, for the work itself is done."""
+    with _warns_only(partial):
+        discard(partial, *inner)
 
-    record: the file by which the command knows its own work; a directory with anything else and without it is refused.
+
+@contextmanager
+def _warns_only(where: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        output.warn(f"the output is complete, but {error.filename or where} can't be deleted ({error.strerror}); delete it yourself")
+
+
+@contextmanager
+def resumable_directory(final: Path, kind: str) -> Iterator[Path]:
+    """Hold and yield OUT.partial, in which a command keeps what it finished until it publishes it as `final` (`publish_resumable`).
+
+    kind: what the record in it says that the directory is for; one that has files and no such record is refused.
     """
     require_absent(final)
     make_parent(final)
     partial = partial_of(final)
     with locked(partial):
         require_absent(final)  # another process may have published it before it let go of the lock
-        require_own(partial, record, proven=(partial / record).is_file(), record=record)
+        require_own(partial, kind)
         with disk_errors(partial):
-            partial.mkdir(exist_ok=True)
+            claim(partial, kind)
         yield partial
 
 

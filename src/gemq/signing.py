@@ -23,6 +23,7 @@ from typing import Any
 
 from gemq import atomic
 from gemq.errors import GemqError, IntegrityError, StoppedSafely, UsageError
+from gemq.output_paths import require_separate
 from gemq.quantize.audit import strict_json
 from gemq.quantize.seal import SEAL_FILE, Difference, check_seal, read_regular, read_seal, seal_digest
 
@@ -134,9 +135,7 @@ def _whole_folder() -> Any:
 def _signing_config(checkpoint: Path, to: Path) -> Any:
     """model-signing's configuration for a checkpoint that agrees with its seal; nothing else is signed."""
     _require_library()
-    if to.resolve().is_relative_to(checkpoint.resolve()):
-        raise UsageError(f"the signature {to} would lie in the checkpoint, whose seal lets nothing in",
-                         f"leave --output out ({signature_of(checkpoint)}), or name a place outside")
+    require_separate(to, checkpoint)
     if to.exists() or to.is_symlink():
         raise UsageError(f"the signature {to} exists already", "choose another --output, or move that one away")
     if not to.parent.is_dir():
@@ -160,7 +159,7 @@ def _write(config: Any, checkpoint: Path, to: Path) -> str:
     if problems:
         raise IntegrityError(f"the signature of {checkpoint} {problems[0]}", "see what else writes there, and sign again")
     with atomic.disk_errors(to):
-        atomic.write_file(to, raw)
+        atomic.write_new_file(to, raw)
     return seal_digest(checkpoint)
 
 

@@ -81,7 +81,7 @@ def test_efficient_gemma(run: Run, source: Path, records: Path, tmp_path: Path) 
     # judged again from its stages, as if stopped before the verdict, against a better reference's perplexity: no server is started
     again = tmp_path / "again"
     kept = shutil.copytree(out, tmp_path / "again.partial")
-    atomic.claim(kept, "key.json")
+    atomic.claim(kept, "rehearse")
     (kept / "06-reference-ppl.json").unlink()
     (kept / "07-greedy.json").rename(kept / "06-greedy.json")
     shutil.rmtree(mine / "model")

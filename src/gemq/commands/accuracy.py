@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -44,7 +43,7 @@ def eval_accuracy(
         raise UsageError("--budget needs a --reference and a number of points", "add --reference SOURCE, and --budget 5 for five points")
     if output_file is not None:
         atomic.require_absent(output_file)
-    from gemq.eval.lm_eval_run import KEY_FILE, Questions, evaluate_accuracy
+    from gemq.eval.lm_eval_run import KEPT_FILES, Questions, evaluate_accuracy
     from gemq.eval.target import Target
 
     for path in (data, shots_from):
@@ -54,14 +53,15 @@ def eval_accuracy(
     with contextlib.ExitStack() as stack:
         kept = None
         if output_file is not None:
-            require_separate(output_file, parsed.directory, parsed.checkpoint)
-            kept = stack.enter_context(atomic.resumable_directory(output_file, KEY_FILE))
+            earlier = reference is None or reference.endswith(".json")
+            require_separate(output_file, *parsed.directories, tokenizer, *(() if earlier else Target.parse(reference).directories))
+            kept = stack.enter_context(atomic.resumable_directory(output_file, "eval-accuracy"))
         result = evaluate_accuracy(parsed, questions, reference=reference, in_flight=in_flight, tokenizer=tokenizer, python=python, kept=kept)
         document = result.to_json()
         if output_file is not None and kept is not None:
             with atomic.disk_errors(output_file):
                 atomic.write_new_file(output_file, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-            shutil.rmtree(kept)
+            atomic.discard_after(kept, *KEPT_FILES)
     rows = []
     for domain in result.domains:
         drop = domain.drop

@@ -105,8 +105,8 @@ def bench(
         if len(sent[load.name]) < load.requests:
             output.note(f"{load.name}: {len(sent[load.name])} prompts were given for {load.requests} requests; each is sent once")
     if output_dir is not None:
-        require_separate(output_dir, opened.directory, opened.checkpoint)
-    with atomic.resumable_directory(output_dir, room.JOURNAL) if output_dir is not None else contextlib.nullcontext() as partial:
+        require_separate(output_dir, *opened.directories, tokenizer)
+    with atomic.resumable_directory(output_dir, "bench") if output_dir is not None else contextlib.nullcontext() as partial:
         with opened.opened(python=python) as (endpoint, pid):
             with contextlib.ExitStack() as stack:
                 driver = stack.enter_context(opened_client(client, chosen.loads, python))

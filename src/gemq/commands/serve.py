@@ -13,6 +13,7 @@ import typer
 
 from gemq import output
 from gemq.errors import IntegrityError, Interrupted, UsageError
+from gemq.output_paths import require_separate
 from gemq.serve.serve import PROFILES
 
 
@@ -41,6 +42,7 @@ def serve(
         profile = require_profile(profile)
     port = port or room.free_port(host)
     log = log or Path(f"gemq-serve-{port}.log")
+    require_separate(log, path, checkpoint, option="--log")
     up = False
 
     def on_signal(number: int, frame: FrameType | None) -> None:
