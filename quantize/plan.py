@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from gemq.errors import UsageError
-from gemq.quantize.architectures import DECODER_PARTS, PRODUCERS
+from gemq.quantize.architectures import PRODUCERS
 from gemq.quantize.matching import require_matched
 from gemq.quantize.recipe_checks import Chosen, Refused, check_format, check_fused, check_shapes, complete_advice, unit_name
 from gemq.quantize.skeleton import Matrix, Skeleton

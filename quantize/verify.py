@@ -13,8 +13,9 @@ nearest, however coarse or clipped the grid, and ln f where a scale was made f t
 Measured on GPTQ with strongly correlated inputs (power-law spectra with outliers; Gaussian and t4 weights, also clipped at 0.7 of their
 range), rms and largest shift: int3 0.085 and 0.38, int4 0.055 and 0.33, int8 0.001 and 0.005; error 2.3 times that of rounding. On
 Gemma 3 270M in int4 g128: rms 0.038; groups that shift by more than 0.2 have at most 5 times their neighbours' step. On a mixture's
-experts, each solved on 4 to 256 tokens, in int4 g32: 0.054 and 0.33. Asymmetric targets move a row by at most 0.2 of its norm and 0.03 along
-itself (gptq.py): w4a16-best, also with all of the way gone, shifts the groups of small untrained models by 0.083 and 0.34. In a usual group half or double of a 4-bit scale is found, and an
+experts, each solved on 4 to 256 tokens, in int4 g32: 0.054 and 0.33. Asymmetric targets move a row by at most 0.2 of its norm and
+0.03 along itself (gptq.py): w4a16-best shifts the groups of a small untrained mixture by 0.080 and 0.34, those of a dense model by 0.083 and
+0.28 at most, also where targets go all of the way. In a usual group half or double of a 4-bit scale is found, and an
 eighth more of an 8-bit one. In the last groups of int4 g32 rows, which GPTQ moves most, a doubled scale is found 99 times in 100 and a
 halved one 71 to 98 times, in dense matrices as in experts; the seal finds the rest.
 """
