@@ -294,7 +294,8 @@ def require_same_model(endpoint: Endpoint, loads: Sequence[Load], prompts: dict[
     (load,) = (load for load in loads if kept.load in (load.name, f"{load.name}{_STREAMED}"))
     if not repeats(endpoint, load, prompts[load.name][kept.index], kept):
         raise IntegrityError(f"{load.name}: prompt {kept.id} is answered with other tokens than those kept in {journal.path}: {endpoint.name} serves "
-                             "another model now", "choose another --output, or delete that directory, and measure one model from start to end")  # fmt: skip
+                             "another model now",
+                             "choose another --output, or delete that directory, and measure one model from start to end")  # fmt: skip
 
 
 def run_load(

@@ -124,7 +124,7 @@ def read_measured(directory: Path) -> list[dict[str, Any]]:
 
 
 def joined(measurements: list[dict[str, Any]], more: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`measurements` and `more`; a later one of the same kind and models on as much of the same data, computed alike, takes the earlier one's place."""
+    """`measurements` and `more`; a later one of the same kind and models on as much of the same data, computed alike, replaces the earlier one."""
     keys = ("kind", "data_sha256", "dtype", "device", "tokens", "records", "target_digest", "reference_digest")
     by_key = {tuple(made.get(key) for key in keys): made for made in [*measurements, *more]}
     return list(by_key.values())

@@ -216,7 +216,8 @@ def read_measured(path: Path, checkpoint: Checkpoint) -> Measured:
         raise UsageError(f"--measured {path} is no measurement of PPL or KL", advice)
     try:
         of_source = is_against(document, source_digest(checkpoint.manifest))
-        rows = tuple((_QUANTITIES[key].format("the source" if of_source else "another reference"), _number(document[key]["value"]), _number(document[key]["upper_95"]))
+        named = {key: text.format("the source" if of_source else "another reference") for key, text in _QUANTITIES.items()}
+        rows = tuple((named[key], _number(document[key]["value"]), _number(document[key]["upper_95"]))
                      for key in _QUANTITIES if document.get(key) is not None)
         target, tokens, records = str(document["target"]), int(document["tokens"]), int(document["records"])
         data = f"{Path(document['data']).name} (sha256 {document['data_sha256'][:12]}…)"
@@ -267,7 +268,9 @@ def _measured_table(measured: Sequence[Measured]) -> list[str]:
         how = "through the endpoint" if one.served else f"locally in {one.computed}"
         lines += [f"| {name} | {value} | {upper} | {one.tokens} | {one.records} | {one.data} | {how} |" for name, value, upper in one.rows]
     others = dict.fromkeys(one.against for one in measured if one.against)
-    return [*lines, *(["", "Another reference is not shown to be the source of this checkpoint:", ""] if others else []), *(f"- {one}" for one in others)]
+    if others:
+        lines += ["", "Another reference is not shown to be the source of this checkpoint:", "", *(f"- {one}" for one in others)]
+    return lines
 
 
 def checkpoint_section(checkpoint: Checkpoint, where: str) -> str:

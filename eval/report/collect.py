@@ -103,7 +103,7 @@ def is_of(document: dict[str, Any], checkpoint: Checkpoint) -> bool:
 
 
 def is_against_source(document: dict[str, Any], checkpoint: Checkpoint) -> bool:
-    """Whether a measurement's reference is the source of `checkpoint`, as the model card decides it: by the digest of the files that gemq.json records."""
+    """Whether a measurement's reference is the source of `checkpoint`: by the digest of the files that gemq.json records, as on the model card."""
     return is_against(document, source_digest(checkpoint.manifest))
 
 

@@ -51,7 +51,9 @@ def _used(gate: dict[str, Any]) -> float | None:
 def tradeoff(material: Material) -> Section | Missing:
     """Perplexity over the source's against the bytes that a decoded token reads, with budgets."""
     title = "Perplexity against bytes a token"
-    points, others, sources, tried, budgets = [], [], {}, [], {}
+    points: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    sources, tried, budgets = {}, [], {}
     for checkpoint in material.checkpoints:
         sizes = checkpoint.manifest["bytes"]
         model = str(checkpoint.manifest["source"]["model"])
@@ -271,7 +273,8 @@ def records(material: Material) -> Section | Missing:
         worst = sorted(entry["records"], key=lambda record: -record["ratio"])[:5]
         rows = [(record["id"], record["tokens"], record["ppl"], record["reference_ppl"], percent(record["ratio"])) for record in worst]
         tables.append(Table(("record", "tokens", "PPL", "reference's PPL", "difference"), rows_of(rows), frozenset({1, 2, 3, 4}),
-                            f"{entry['name']}, of {entry['of']} against {entry['against']}: {percent(entry['ratio'])} over all, {len(entry['records'])} records; "
+                            f"{entry['name']}, of {entry['of']} against {entry['against']}: {percent(entry['ratio'])} over all, "
+                            f"{len(entry['records'])} records; "
                             "the five that lost most"))
     return Section("records", title, ["Each point is a record; those above the line of 0% became less likely than they are to the reference."],
                    {"measured": entries}, "Each record's perplexity over the reference's", tables)

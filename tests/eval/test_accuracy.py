@@ -190,8 +190,8 @@ def test_a_references_answers_are_checked_too(run: Run, sums: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("kept", "now", "same"), [
-    ("7", "7", True), ("7", "9", False), ((-12.0, True), (-12.01, True), True), ((-12.0, True), [-12.01, False], True), ((-12.0, True), (-14.0, True), False),
-    (-250.0, -250.3, True), (-250.0, -260.0, False), (-1.0, float("nan"), False), ("7", None, False),
+    ("7", "7", True), ("7", "9", False), ((-12.0, True), (-12.01, True), True), ((-12.0, True), [-12.01, False], True),
+    ((-12.0, True), (-14.0, True), False), (-250.0, -250.3, True), (-250.0, -260.0, False), (-1.0, float("nan"), False), ("7", None, False),
 ])  # fmt: skip
 def test_log_likelihoods_may_differ_by_rounding_and_texts_not_at_all(kept: object, now: object, same: bool) -> None:
     assert lm_eval_run.same_answer(kept, now) is same

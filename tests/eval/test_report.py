@@ -285,7 +285,8 @@ def test_measurements_are_matched_by_digest_alone(tmp_path: Path) -> None:
     """A result without a digest is nobody's, one of other weights isn't shown as the checkpoint's, whatever the paths say."""
     folder, out = tmp_path / "folder", tmp_path / "report"
     own = checkpoint(folder / "mine", 1_000_000, 1.1)
-    shown = {"kind": "ppl", "target": str(folder / "mine"), "reference_digest": SOURCE_DIGEST, "data": "d.jsonl", "data_sha256": "3" * 64, "tokens": 30, "records": 1, "per_record": [],
+    shown = {"kind": "ppl", "target": str(folder / "mine"), "reference_digest": SOURCE_DIGEST,
+             "data": "d.jsonl", "data_sha256": "3" * 64, "tokens": 30, "records": 1, "per_record": [],
              "ppl": estimate(30.0), "reference_ppl": estimate(20.0), "ratio": estimate(1.5)}  # fmt: skip
     write(folder / "old.json", shown)
     write(folder / "other.json", {**shown, "target_digest": "4" * 64})
@@ -300,7 +301,8 @@ def test_measurements_are_matched_by_digest_alone(tmp_path: Path) -> None:
 def test_a_ratio_to_another_reference_is_not_shown_as_the_ratio_to_the_source(tmp_path: Path) -> None:
     folder, out = tmp_path / "folder", tmp_path / "report"
     own = checkpoint(folder / "mine", 1_000_000, 1.1)
-    itself = {"kind": "ppl", "target": "mine", "target_digest": own, "reference_digest": own, "data": "d.jsonl", "data_sha256": "3" * 64, "tokens": 30,
+    itself = {"kind": "ppl", "target": "mine", "target_digest": own, "reference_digest": own, "data": "d.jsonl",
+              "data_sha256": "3" * 64, "tokens": 30,
               "records": 1, "per_record": per_record({"a": 22.0}, {"a": 22.0}), "ppl": estimate(30.0), "reference_ppl": estimate(30.0),
               "ratio": estimate(1.0), "kl_nats": estimate(0.0), "kl_histogram": [10] + [0] * 27, "dtype": "float32", "device": "cpu"}  # fmt: skip
     write(folder / "itself.json", itself)
@@ -325,7 +327,8 @@ def test_measurements_that_were_computed_differently_are_each_shown(tmp_path: Pa
     same = {"kind": "ppl", "target": "mine", "target_digest": own, "reference_digest": SOURCE_DIGEST, "data": "here/records.jsonl",
             "data_sha256": "2" * 64, "tokens": 100, "records": 4, "per_record": [], "ppl": estimate(30.0), "reference_ppl": estimate(20.0),
             "dtype": "float32"}  # fmt: skip
-    for place, changed in enumerate(({}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "device": "cuda A"}, {"dtype": "bfloat16", "device": "cuda B"})):
+    ways: list[dict[str, Any]] = [{}, *({"dtype": "bfloat16", "device": device} for device in (None, "cuda A", "cuda B"))]
+    for place, changed in enumerate(ways):
         write(folder / f"{place}.json", {**same, **changed, "ratio": estimate(1.2 + place / 10)})
     report(folder, out)
     found = data(out, "tradeoff")["checkpoints"]  # the checkpoint's own is the first result, in its own words
