@@ -360,6 +360,6 @@ def _folder(kept: Path | None, key: dict[str, Any]) -> Iterator[Path]:
         return
     file, text = kept / KEY_FILE, json.dumps(key, sort_keys=True)
     if file.exists() and file.read_bytes() != text.encode():
-        raise UsageError(f"{kept} holds answers to other questions", "choose another --output, or delete that directory")
+        raise UsageError(f"{kept} holds answers to other questions, or of another model", "choose another --output, or delete that directory")
     atomic.write_file(file, text)
     yield kept
