@@ -164,9 +164,8 @@ def test_a_partial_directory_that_gemq_did_not_make_is_refused_and_kept(tmp_path
 
 def test_a_command_goes_on_in_its_own_directory_and_publishes_no_record(tmp_path):
     for _ in range(2):
-        with atomic.resumable_directory(tmp_path / "out", "bench") as partial:
-            with open(partial / "journal", "a") as file:
-                file.write("x")
+        with atomic.resumable_directory(tmp_path / "out", "bench") as partial, open(partial / "journal", "a") as file:
+            file.write("x")
     with atomic.resumable_directory(tmp_path / "out", "bench") as partial:
         (partial / "key.json").write_text("{}")
         atomic.publish_resumable(partial, tmp_path / "out", "key.json")
