@@ -32,7 +32,7 @@ from gemq.serve.verdict import Criterion, Trial
 RUN = """
 import sys
 import typer
-from gemq import atomic, output
+from gemq import output
 from gemq.commands.tune import register
 from gemq.errors import GemqError
 app = typer.Typer()
