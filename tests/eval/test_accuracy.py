@@ -15,6 +15,7 @@ import pytest
 from benchmarks.stub_server import Engine, StubServer
 from click.testing import Result
 
+from gemq import atomic
 from gemq.commands import accuracy as commands
 from gemq.errors import GemqError, IntegrityError, OverBudgetError, StoppedSafely, UsageError
 from gemq.eval import accuracy, lm_eval_run
@@ -196,6 +197,25 @@ def test_a_references_answers_are_checked_too(run: Run, sums: Path, tmp_path: Pa
 ])  # fmt: skip
 def test_log_likelihoods_may_differ_by_rounding_and_texts_not_at_all(kept: object, now: object, same: bool) -> None:
     assert lm_eval_run.same_answer(kept, now) is same
+
+
+def test_files_of_the_user_where_answers_are_kept_stay_there(run: Run, sums: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "result.json.partial"
+    kept.mkdir()
+    (kept / "key.json").write_text("my own keys")
+    (kept / "thesis.txt").write_text("mine")
+    with StubServer(Pupil(), dies_after=6) as server:
+        arguments = [server.url, "--data", sums, "--shots", 4, "--in-flight", 2, "--output", tmp_path / "result.json", "--json"]
+        refused = run(*arguments)
+        assert isinstance(refused.exception, UsageError), refused.exception
+        assert {path.name: path.read_text() for path in kept.iterdir()} == {"key.json": "my own keys", "thesis.txt": "mine"}
+        kept.rename(tmp_path / "mine")
+        assert isinstance(run(*arguments).exception, StoppedSafely)
+        (kept / "thesis.txt").write_text("mine")
+        server.dies_after = None
+        assert run(*arguments).exception is None
+    assert (tmp_path / "result.json").is_file()
+    assert "thesis.txt" in {path.name for path in kept.iterdir()} <= {"thesis.txt", atomic.RECORD}
 
 
 def test_bad_input(run: Run, sums: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

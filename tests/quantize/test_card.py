@@ -212,6 +212,25 @@ def test_without_links_files_are_copied(measured: Path, tmp_path: Path, monkeypa
     assert seal_digest(tmp_path / "new") == seal_digest(measured)  # the same card: the same checkpoint
 
 
+def test_the_old_checkpoints_permissions_stay_as_they_are(measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = copy_of(measured, tmp_path / "copy")
+    os.chmod(copy / "config.json", 0o644)  # as a download makes it; another one is read-only already
+    before = {path: path.stat().st_mode for path in copy.rglob("*")}
+    whole = os.chmod
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> None:
+        if os.stat(path).st_nlink > 1:  # one file with the old checkpoint's, which may be another user's
+            raise PermissionError(1, "Operation not permitted", str(path))
+        whole(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "chmod", refuse)
+    error, _ = run(copy, "--output", tmp_path / "new")
+    assert error is None
+    assert {path: path.stat().st_mode for path in copy.rglob("*")} == before
+    assert os.stat(tmp_path / "new" / "config.json").st_mode & 0o777 == 0o444
+    assert check_seal(tmp_path / "new") == check_seal(copy) == []
+
+
 def test_a_measurement_on_the_same_data_takes_the_earlier_ones_place() -> None:
     first, again = summary(result()), summary(result(ppl={"value": 6.0, "standard_error": None, "upper_95": None}))
     other, elsewhere = summary(result(records=4)), summary(result(device="cuda NVIDIA H200"))

@@ -196,6 +196,26 @@ def test_a_file_of_the_user_in_the_partial_directory_outlives_the_run(source, un
     assert (atomic.partial_of(out) / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("trouble", ["a folder in the way", "no permission"])
+def test_what_can_not_be_deleted_after_the_publication_does_not_fail_the_run(source, undisturbed, tmp_path, monkeypatch, trouble):
+    out = tmp_path / "out"
+
+    def at(name: str) -> None:
+        if name == "published" and trouble == "a folder in the way":
+            (atomic.partial_of(out) / ".x.1.tmp").mkdir()
+        elif name == "published":
+            monkeypatch.setattr(Path, "unlink", refuse)
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    monkeypatch.setattr(atomic, "on_write_point", at)
+    run_job(source, out, RECIPE)
+    monkeypatch.undo()
+    assert check_seal(out) == []
+    assert atomic.partial_of(out).is_dir()
+
+
 @pytest.mark.parametrize("damage", ["zeros", "another shard's", "cut"])
 def test_a_shard_s_header_or_size_that_was_lost_is_written_again(source, undisturbed, tmp_path, damage):
     out = tmp_path / "out"

@@ -267,7 +267,7 @@ def test_bad_records_are_refused_by_line_with_a_way_out(built, folder, tmp_path)
     refused("gemma3", audio("a.wav"), "takes no audio", "leave that record out")
     refused("e4b", user({"type": "image", "url": "https://example.org/a.png"}), "must have a path", "fetches nothing")
     refused("e4b", user({"type": "video", "path": "a.mp4"}), "content must be", "'image' or 'audio'")
-    refused("e4b", user(IMAGE, text("a <|image|> of mine")), "2 placeholders <|image|> for 1 image parts", "no placeholder into the text")
+    refused("e4b", user(IMAGE, text("a <|image|> of mine")), "the text holds <|image|>, the placeholder of an image", "remove it from the text")
     refused("e4b", user(IMAGE, text("what")), "--pack joins texts", "--pack", pack=True, samples=1)
 
 

@@ -190,6 +190,20 @@ def test_sealing_again_after_a_kill_gives_the_same_digest(tmp_path: Path) -> Non
     assert check_seal(tmp_path) == []
 
 
+@pytest.mark.parametrize("name", [".notes.1.tmp", ".config.json.x.tmp", f".{SEAL_FILE}.1.tmp/"])
+def test_a_hidden_file_of_the_user_is_not_deleted_and_not_sealed(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / ".config.json.7.tmp").write_text("{")  # a kill left it
+    mine = tmp_path / name
+    if name.endswith("/"):
+        mine.mkdir()
+    else:
+        mine.write_text("mine")
+    with pytest.raises(IntegrityError):
+        write_seal(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", mine.name}
+
+
 def entry(path: str, **changed: object) -> dict[str, object]:
     return {"executable": False, "path": path, "sha256": "0" * 64, "size": 1, **changed}
 

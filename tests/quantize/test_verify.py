@@ -411,7 +411,7 @@ def test_a_config_that_serves_the_same_tensors_in_another_way_is_refused(change:
 
 
 def test_a_pattern_that_is_no_pattern_is_refused() -> None:
-    with pytest.raises(IntegrityError, match="no regular expression"):
+    with pytest.raises(IntegrityError, match="not a regular expression"):
         Quantization([scheme("re:(")]).scheme_of("a", is_linear=True)
 
 

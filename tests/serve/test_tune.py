@@ -19,7 +19,7 @@ from fake_vllm import seal, wait_until
 from switchable_vllm import make_checkpoint, make_environment
 from typer.testing import CliRunner
 
-from gemq import output
+from gemq import atomic, output
 from gemq.commands import tune as command
 from gemq.errors import IntegrityError, StoppedSafely, UsageError
 from gemq.serve import trials, tune_job
@@ -290,7 +290,14 @@ def test_a_stopped_search_goes_on_where_it_was(model: Path, cpu_python: Path, tm
     with pytest.raises(UsageError, match=r"another search \(it differs in greedy\)"):
         run(model, cpu_python, *more, "--greedy-tokens", 13)
     second = len(starts(model))
+    for folder in ("candidates", "caches"):
+        (tmp_path / "out.partial" / folder / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="inside"):
+        run(model, cpu_python, *more, "--output", model / "out")
     found = run(model, cpu_python, *more)
+    for folder in ("candidates", "caches"):
+        assert [path.name for path in (out / folder).iterdir()] == ["notes.txt"]
+    assert not (out / atomic.RECORD).exists()
     assert found["settings"] in ({}, {"block-size": "32"}), "on a busy machine it may be lost in the noise: what goes on is what counts here"
     assert [trial["value"] for trial in found["trials"]] == ["again", "off", "32", "64"]
     assert not any("VLLM_CPU" in line for line in starts(model)[second:])
