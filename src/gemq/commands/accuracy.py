@@ -53,8 +53,8 @@ def eval_accuracy(
     with contextlib.ExitStack() as stack:
         kept = None
         if output_file is not None:
-            earlier = reference is None or reference.endswith(".json")
-            require_separate(output_file, *parsed.directories, tokenizer, *(() if earlier else Target.parse(reference).directories))
+            other = None if reference is None or reference.endswith(".json") else Target.parse(reference)
+            require_separate(output_file, *parsed.directories, tokenizer, *(() if other is None else other.directories))
             kept = stack.enter_context(atomic.resumable_directory(output_file, "eval-accuracy"))
         result = evaluate_accuracy(parsed, questions, reference=reference, in_flight=in_flight, tokenizer=tokenizer, python=python, kept=kept)
         document = result.to_json()
