@@ -281,7 +281,7 @@ def test_quantize_with_its_evaluation_ends_well_on_a_mixture(models, texts, tmp_
 def test_a_search_within_a_budget_ends_well_on_a_mixture(models, texts, tmp_path):
     calibration, held_out = texts
     done = exit_code("quantize", models("moe"), "--calibration", calibration, "--samples", 4, "--length", 32, "--recipe", "w4a16-g32",
-                       "--eval-data", held_out, "--kl-budget", "0.05", "--candidates", "int4-g64,int4-g32,int8", "--device", "cpu",
+                       "--eval-data", held_out, "--kl-budget", "0.5", "--candidates", "int4-g64,int4-g32,int8", "--device", "cpu",
                        "--search-state", tmp_path / "state", "--output", tmp_path / "out", "--json")  # fmt: skip
     assert done == 0
     assert audit_structure(tmp_path / "out").differences == []

@@ -162,7 +162,8 @@ def test_where_nothing_is_measured_yet_it_is_measured_as_a_search_does(gemma3, t
         return made_up(gemma3, path)[1]
 
     monkeypatch.setattr(search_run, "measure", fake)
-    monkeypatch.setattr("gemq.calibration.sets.load_calibration", lambda name, **options: CalibrationSet.of([[2, 3]] * options["samples"], {}))
+    monkeypatch.setattr("gemq.calibration.sets.load_calibration",
+                        lambda name, **options: CalibrationSet.of([[2, 3 + number] for number in range(options["samples"])], {}))  # fmt: skip
     result = CliRunner().invoke(app, ["pareto", str(gemma3), "--recipe", "w4a16-g32", "--search-state", str(tmp_path / "s"), "--samples", "5",
                                       "--device", "cpu", "--output", str(tmp_path / "out")])  # fmt: skip
     assert result.exception is None, result.exception

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -356,7 +357,7 @@ def test_a_config_as_google_writes_it_goes_through_every_step(tmp_path, monkeypa
             "num_hidden_layers": 2,
             "layer_types": ["sliding_attention"] * 2, "query_pre_attn_scalar": 256,
             "max_position_embeddings": 131072, "sliding_window": 4096}  # fmt: skip
-    make = build_gemma3_text if kind == "text" else build_gemma3_multimodal
+    make = build_gemma3_text if kind == "text" else functools.partial(build_gemma3_multimodal, legacy_names=True)
     monkeypatch.setattr(gemma3_models, "save_gemma3_tokenizer", lambda out, size: save_gemma3_tokenizer(out, 512))
     source = make(tmp_path / "source", **text)
     strip_defaults(source)

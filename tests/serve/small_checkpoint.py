@@ -54,7 +54,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], schemes: list[Scheme 
         group = groups.setdefault(scheme.label(), {
             "targets": [], "format": scheme.format,
             "weights": {"num_bits": weights.num_bits, "type": weights.type, "strategy": weights.strategy, "group_size": weights.group_size},
-            "input_activations": inputs and {"num_bits": 8, "type": inputs.type, "dynamic": True}})
+            "input_activations": inputs and {"num_bits": 8, "type": inputs.type, "strategy": "token", "dynamic": True}})
         group["targets"].append(rf"re:.*layers\.{layer}\.self_attn\.o_proj$")
     write_tensors(folder, tensors, 1_000_000)
     document = {**config, **({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups, **stated}} if groups else {})}
