@@ -6,10 +6,12 @@ import copy
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gemq.atomic import write_file, write_point
+from gemq.atomic import left_over_of, write_file, write_point
+from gemq.errors import UsageError
 from gemq.quantize.architectures import QUANTIZATION_KEYS
 from gemq.quantize.card import reports
 from gemq.quantize.companions import companion_files
@@ -38,6 +40,25 @@ def checkpoint_config(plan: Plan) -> dict[str, Any]:
 def manifest_bytes(manifest: dict[str, Any]) -> bytes:
     """The manifest as it is written, for people to read too."""
     return (json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def file_names(plan: Plan, source: Path, shards: list[str]) -> set[str]:
+    """Every file of a checkpoint before it is sealed, by its relative path, without the index of its `shards`."""
+    copied = {path.as_posix() for path in companion_files(source)}
+    return {*shards, *copied, "config.json", *plan.storage.more_files(plan), RECIPE_FILE, MANIFEST_FILE}
+
+
+def require_own_files(directory: Path, is_own: Callable[[str], bool]) -> None:
+    """Raise UsageError if an unfinished checkpoint holds a file for whose relative path `is_own` is false: it would be sealed, or deleted.
+
+    Temporary files of a killed gemq count as the file that they would have become.
+    """
+    for path in sorted(directory.rglob("*")):
+        relative = path.relative_to(directory)
+        name = relative.with_name(left_over_of(path) or path.name).as_posix()
+        if (path.is_symlink() or not path.is_dir()) and not is_own(name):
+            raise UsageError(f"{path} is not a file of this quantization, and may be yours",
+                             "move it to another place, and run the same command again")  # fmt: skip
 
 
 def write_companions(plan: Plan, source: Path, directory: Path, manifest: dict[str, Any]) -> None:

@@ -13,6 +13,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from gemq.errors import IntegrityError, UsageError
+from gemq.quantize.provenance import MANIFEST_FILE, RECIPE_FILE
+from gemq.quantize.seal import WRITTEN_LAST
 from gemq.shards import INDEX_FILE, ShardReader, shard_files
 from gemq.source import file_hashes
 
@@ -82,6 +84,12 @@ def is_loaded(name: str) -> bool:
     if folder:
         return folder == _TEMPLATES and last.endswith(".jinja")
     return name in (*_STATED, *_QUANTIZED) or _matches(name, _LOADED) or (not name.startswith(".") and _has_name(name, _WEIGHTS))
+
+
+def may_be_written(name: str) -> bool:
+    """Whether a checkpoint of gemq's could hold a file of this relative path, whatever its source and recipe."""
+    written = (*_STATED, *_QUANTIZED, RECIPE_FILE, MANIFEST_FILE, *WRITTEN_LAST)
+    return is_loaded(name) or name in written or ("/" not in name and _is_served(name))
 
 
 def loaded_files(directory: Path) -> list[str]:

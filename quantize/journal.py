@@ -21,6 +21,8 @@ import xxhash
 from gemq import atomic
 from gemq.errors import UsageError
 from gemq.output import note, warn
+from gemq.quantize.checkpoint import require_own_files
+from gemq.quantize.companions import may_be_written
 from gemq.shards import ShardWriter
 
 Resume = Literal["auto", "required", "never"]
@@ -86,11 +88,13 @@ def is_fresh(partial: Path, resume: Resume) -> bool:
 def open_journal(partial: Path, job: dict[str, Any], resume: Resume, *, save: bool = True) -> Journal:
     """The journal of `job` in `partial`, with what an earlier run finished.
 
-    Raises UsageError where `resume` forbids going on or starting, and where nothing shows that gemq made what is in `partial`.
+    Raises UsageError where `resume` forbids going on or starting, where nothing shows that gemq made what is in `partial`, and where its
+    checkpoint holds a file that no checkpoint of gemq's has.
     save: whether a fresh journal is written now; else `job` may still be completed, until the first part is recorded.
     """
     path = partial / _FILE
     atomic.require_own(partial, _KIND, proven=_is_sound(path))
+    require_own_files(partial / _CHECKPOINT, may_be_written)
     found = None if resume == "never" else _read(path)
     if found is not None and found["job"] != job:
         changed = sorted(key for key in {*found["job"], *job} if found["job"].get(key) != job.get(key))

@@ -21,7 +21,7 @@ from gemq.memory import return_freed_memory
 from gemq.output_paths import require_separate
 from gemq.quantize import gptq, smoothing
 from gemq.quantize.card import inherited_fields
-from gemq.quantize.checkpoint import accounts, write_companions
+from gemq.quantize.checkpoint import accounts, file_names, require_own_files, write_companions
 from gemq.quantize.companions import files_read
 from gemq.quantize.experts import solve_experts
 from gemq.quantize.folds import Folds
@@ -41,7 +41,7 @@ from gemq.quantize.squared_errors import ErrorSums, measured_error, share_of
 from gemq.quantize.tuning import Call, Solved, tune
 from gemq.quantize.walk import Walk, Walker
 from gemq.quantize.writing import ReadAhead, Request, Writing, threads_for
-from gemq.shards import ShardWriter
+from gemq.shards import INDEX_FILE, ShardWriter
 from gemq.source import file_hashes
 
 _ROWS_AT_ONCE = 1 << 24  # weights in float32 that a matrix outside the layers is read and written by: 64 MiB
@@ -436,7 +436,9 @@ class _Run:
         write_companions(self.plan, self.job.source.directory, self.directory, manifest)
         index = self.writer.index_json()
         if index is not None:
-            atomic.write_file(self.directory / "model.safetensors.index.json", index)
+            atomic.write_file(self.directory / INDEX_FILE, index)
+        own = file_names(self.plan, self.job.source.directory, [path.name for path in self.writer.files])
+        require_own_files(self.directory, {*own, INDEX_FILE, *WRITTEN_LAST}.__contains__)
 
     def describe(self, manifest: dict[str, Any], measurements: list[dict[str, Any]]) -> Callable[[list[SealedFile]], dict[str, bytes]]:
         """What makes provenance, card and measurements of the checkpoint's files."""

@@ -315,6 +315,11 @@ class ShardWriter:
         self._sizes[path] = start
 
     @property
+    def files(self) -> list[Path]:
+        """The shards, in their order."""
+        return list(self._sizes)
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all shards, headers included."""
         return sum(self._sizes.values())

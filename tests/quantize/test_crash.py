@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -194,6 +195,23 @@ def test_a_file_of_the_user_in_the_partial_directory_outlives_the_run(source, un
     (atomic.partial_of(out) / "notes.txt").write_text("mine")
     assert child(source, out, resume="never").seal == undisturbed
     assert (atomic.partial_of(out) / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("point", ["solved:layer 0", "before-publish"])
+@pytest.mark.parametrize(("resume", "name"), [("auto", "thesis.txt"), ("auto", "sub/thesis.txt"), ("auto", "vocab.txt"), ("never", "thesis.txt")])
+def test_a_file_of_the_user_in_the_unfinished_checkpoint_is_neither_sealed_nor_deleted(source, undisturbed, tmp_path, resume, name, point):
+    out, mine = tmp_path / "out", tmp_path / "out.partial" / "checkpoint" / name
+    child(source, out, point)
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    torch.set_num_threads(1)
+    with pytest.raises(UsageError, match=re.escape(str(mine))):
+        run_job(source, out, RECIPE, resume=resume)
+    assert mine.read_text() == "mine" and not out.exists()
+    mine.rename(tmp_path / "mine")
+    if mine.parent.name == "sub":
+        mine.parent.rmdir()
+    assert child(source, out, resume=resume).seal == undisturbed
 
 
 @pytest.mark.parametrize("trouble", ["a folder in the way", "no permission"])
