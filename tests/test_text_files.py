@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -58,8 +59,11 @@ def test_what_is_no_text_is_refused_by_its_byte(tmp_path: Path, name: str, raw: 
 def test_a_cut_gz_and_a_folder_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n' * 1000)[:-20])
     (tmp_path / "b.jsonl.gz").write_bytes(b"not gzip")
+    damaged = bytearray(gzip.compress(random.Random(1).randbytes(4000).hex().encode() + b"\n"))
+    damaged[1000:1100] = bytes(100)  # zlib.error, which is no OSError
+    (tmp_path / "d.jsonl.gz").write_bytes(damaged)
     (tmp_path / "c.jsonl").mkdir()
-    for name in ("a.jsonl.gz", "b.jsonl.gz", "c.jsonl", "none.jsonl"):
+    for name in ("a.jsonl.gz", "b.jsonl.gz", "c.jsonl", "d.jsonl.gz", "none.jsonl"):
         with pytest.raises(UsageError, match="can't be read"):
             list(read_lines(tmp_path / name))
     with pytest.raises(UsageError, match="can't be read"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, cast
@@ -44,7 +45,7 @@ def read_lines(path: Path, name: str | None = None) -> Iterator[tuple[int, str]]
                 if line.strip():
                     some = True
                     yield number, line.rstrip("\r\n")
-    except (OSError, EOFError) as error:  # a .gz that is cut off or none raises one of these
+    except (OSError, EOFError, zlib.error) as error:  # what a .gz raises that is cut off, damaged or none
         raise UsageError(f"{shown} can't be read: {getattr(error, 'strerror', None) or error}", "check the file; is a .gz complete?") from None
     if not some:
         raise _empty(shown)
