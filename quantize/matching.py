@@ -256,7 +256,8 @@ def require_matched(plan: Plan) -> None:
     lost = next((spec.name for spec in plan.copied if pattern and pattern.match(spec.name)), None)
     if lost:
         raise UsageError(f"the source has a tensor {lost}, and vLLM 0.32 loads this tower only as {looked_for}",
-                         "save the source by transformers with save_original_format=True, under the names of the Hub's files")  # fmt: skip
+                         "load the checkpoint that it was made from, as it is on the Hub, and save it with save_original_format=True; "
+                         "transformers can't change the names of one that was saved without")  # fmt: skip
     problems = unmatched(config, stored_by(plan))
     if problems:
         module, problem = problems[0]

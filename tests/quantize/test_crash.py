@@ -207,7 +207,8 @@ def test_a_file_of_the_user_in_the_unfinished_checkpoint_is_neither_sealed_nor_d
     torch.set_num_threads(1)
     with pytest.raises(UsageError, match=re.escape(str(mine))):
         run_job(source, out, RECIPE, resume=resume)
-    assert mine.read_text() == "mine" and not out.exists()
+    assert mine.read_text() == "mine"
+    assert not out.exists()
     mine.rename(tmp_path / "mine")
     if mine.parent.name == "sub":
         mine.parent.rmdir()
