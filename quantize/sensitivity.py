@@ -305,9 +305,11 @@ def _harms(plan: Plan, decision: Decision, candidates: Sequence[str], known: Mea
     else:
         gained = known.error[probe] / max(known.nearest[probe], 1e-30)
         error = {probe: known.error[probe], **{label: gained * known.nearest[label] for label in others}}
-    scale = known.kl[probe] / max(error[probe], 1e-30)
     whole = {label: value + (_FP8_INPUT_ERROR if _scheme(decision, label).input_activations else 0.0) for label, value in error.items()}
-    return {**{label: scale * value for label, value in whole.items()}, KEEP: 0.0}, {**whole, KEEP: 0.0}
+    kl, of_probe = known.kl[probe], error[probe]
+    # without an error on the windows that were solved on there is no ratio: every scheme counts with the probe's KL
+    harm = {label: kl * value / of_probe if of_probe > 0 else kl for label, value in whole.items()}
+    return {**harm, KEEP: 0.0}, {**whole, KEEP: 0.0}
 
 
 def _finite(decision: Decision, label: str, measured: float) -> float:

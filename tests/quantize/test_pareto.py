@@ -44,6 +44,17 @@ def made_up(source: Path, path: Path) -> tuple:
     return units, worked_out(units, DEFAULT_CANDIDATES, measured)
 
 
+def test_a_decision_without_an_error_on_its_calibration_still_harms_as_much_as_was_measured(gemma3, tmp_path):
+    """Its inputs were all zero there: the ratio of errors says nothing, and the KL on other windows does."""
+    units, _ = made_up(gemma3, tmp_path / "sensitivities.json")
+    decision = next(decision for decision in decisions_of(units) if not decision.is_head)
+    labels = [label for label in options_of(units, decision, DEFAULT_CANDIDATES) if label != KEEP]
+    measured = Measurements.open(tmp_path / "sensitivities.json", {"source": file_hashes(gemma3), **method_of(units)})
+    nothing = dict.fromkeys(labels, 0.0)
+    measured.add(decision.name, Measured(dict.fromkeys(labels, 0.3), nothing, nothing))
+    assert worked_out(units, DEFAULT_CANDIDATES, measured).harm[decision.name] == {**dict.fromkeys(labels, 0.3), KEEP: 0.0}
+
+
 @pytest.fixture(scope="module")
 def known(gemma3, tmp_path_factory):
     return made_up(gemma3, tmp_path_factory.mktemp("state") / "sensitivities-made-up.json")
