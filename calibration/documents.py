@@ -88,7 +88,7 @@ class DocumentReader:
         # a permutation of our own: datasets' shuffle writes an index file beside the data
         order = numpy.random.default_rng(seed).permutation(len(dataset)).tolist()
         dataset = dataset.select_columns([*keys, *(name for name in (TOOLS,) if name in dataset.column_names and name not in keys)])
-        yield from self._documents(((f"{name} row {index}", dataset[index]) for index in order), None)
+        yield from self._documents(((f"{name} row {index}", {key: _without_nulls(value) for key, value in dataset[index].items()}) for index in order), None)
 
     def _documents(self, rows: Iterable[tuple[str, object]], folder: Path | None) -> Iterator[list[int] | MediaRecord]:
         first: tuple[str, ...] | None = None
@@ -130,6 +130,15 @@ class DocumentReader:
             output.warn(f"{name} holds BOS ({self.limits.bos}) {self._inner_bos} times inside token records: each begins a new document")
         for what, count in sorted(self.losses.unwritten.items()):
             output.warn(f"{name}: {count} chats have {what} that the model's chat template does not write: the calibration doesn't see them")
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of an Arrow row without the keys that its objects do not have: Arrow gives every row all keys that any row has, as null."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_nulls(item) for key, item in value.items() if item is not None}
 
 
 def _tools_of(row: object) -> object:

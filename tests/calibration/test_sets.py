@@ -322,6 +322,28 @@ def test_the_split_and_the_column_are_chosen(data_folder: Path, base_model: Path
     assert load_tokenizer(base_model).decode(made.windows[0][1:]) == TEXTS[0]
 
 
+def test_arguments_of_another_row_s_call_are_not_written_as_null(data_folder: Path, chat_model: Path, tmp_path: Path) -> None:
+    """Arrow gives every row all keys that any row has."""
+    import datasets
+
+    model, folder = tmp_path / "model", tmp_path / "calls"
+    shutil.copytree(chat_model, model)
+    (model / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.role }} {{ message.content or '' }}"
+        "{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+
+    def row(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        return [{"role": "user", "content": "Cold?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    folder.mkdir()
+    datasets.Dataset.from_list([{"messages": row({"city": "Oslo"})}, {"messages": row({"place": {"zip": 7}})}]).to_parquet(folder / "train.parquet")
+    made = load(folder, model, samples=2, length=200)
+    texts = sorted(load_tokenizer(model).decode(window[1:]) for window in made.windows)
+    assert [text[text.index("{"):] for text in texts] == ['{"city": "Oslo"}', '{"place": {"zip": 7}}']
+
+
 @pytest.mark.parametrize(("options", "message"), [
     ({"split": "valid"}, "split 'valid'"), ({"column": "body"}, "no column 'body'"), ({"column": "year"}, r"mill row \d+: 'year' is \d+"),
     ({"samples": 20, "length": 200}, "gives 12 windows"),
