@@ -88,7 +88,11 @@ class DocumentReader:
         # a permutation of our own: datasets' shuffle writes an index file beside the data
         order = numpy.random.default_rng(seed).permutation(len(dataset)).tolist()
         dataset = dataset.select_columns([*keys, *(name for name in (TOOLS,) if name in dataset.column_names and name not in keys)])
-        yield from self._documents(((f"{name} row {index}", {key: _without_nulls(value) for key, value in dataset[index].items()}) for index in order), None)
+
+        def row(index: int) -> dict[str, Any]:
+            return {key: _without_nulls(value) for key, value in dataset[index].items()}
+
+        yield from self._documents(((f"{name} row {index}", row(index)) for index in order), None)
 
     def _documents(self, rows: Iterable[tuple[str, object]], folder: Path | None) -> Iterator[list[int] | MediaRecord]:
         first: tuple[str, ...] | None = None
