@@ -30,7 +30,8 @@ from benchmarks.slice import save_tokenizer, write_ids
 from gemq import output
 from gemq.quantize.architectures import ARCHITECTURES
 from gemq.quantize.whole_model import full_inventory
-from gemq.shards import DTYPES, ShardWriter, TensorSpec
+from gemq.shard_headers import TensorSpec
+from gemq.shards import DTYPES, ShardWriter
 
 
 def e4b_config(layers: int | None = None) -> dict[str, Any]:

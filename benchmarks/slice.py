@@ -28,7 +28,8 @@ from benchmarks import measured
 from gemq import output
 from gemq.quantize.architectures import ARCHITECTURES
 from gemq.quantize.whole_model import full_inventory
-from gemq.shards import DTYPES, ShardWriter, TensorSpec
+from gemq.shard_headers import TensorSpec
+from gemq.shards import DTYPES, ShardWriter
 
 VOCABULARY = 8192
 LIMIT_BYTES = 4 << 30

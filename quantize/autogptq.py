@@ -24,7 +24,7 @@ from gemq.quantize.architectures import LAYER_LINEARS, MODEL_LINEARS
 from gemq.quantize.scales import restore
 from gemq.quantize.targets import ignored, patterns
 from gemq.recipes.model import Scheme
-from gemq.shards import TensorSpec
+from gemq.shard_headers import TensorSpec
 
 if TYPE_CHECKING:
     from gemq.quantize.plan import Plan, Unit

@@ -15,7 +15,8 @@ from pathlib import Path
 from gemq.errors import IntegrityError, UsageError
 from gemq.quantize.provenance import MANIFEST_FILE, RECIPE_FILE
 from gemq.quantize.seal import WRITTEN_LAST
-from gemq.shards import INDEX_FILE, ShardReader, shard_files
+from gemq.shard_headers import INDEX_FILE, shard_files
+from gemq.shards import ShardReader
 from gemq.source import file_hashes
 
 # transformers' names (utils/__init__.py, tokenization_utils_base.py, the tokenizers' vocab_files_names), code of the model's own

@@ -19,7 +19,8 @@ import torch
 
 from gemq.errors import IntegrityError, UsageError
 from gemq.quantize.architectures import Architecture
-from gemq.shards import ShardReader, TensorSpec
+from gemq.shard_headers import TensorSpec
+from gemq.shards import ShardReader
 
 _PIECE_BYTES = 8 << 20
 

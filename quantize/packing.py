@@ -10,7 +10,7 @@ import torch
 from gemq.quantize.scales import restore
 from gemq.quantize.targets import ignored, patterns
 from gemq.recipes.model import Scheme, WeightScheme
-from gemq.shards import TensorSpec
+from gemq.shard_headers import TensorSpec
 
 if TYPE_CHECKING:
     from gemq.quantize.plan import Plan, Unit

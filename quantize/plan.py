@@ -15,7 +15,7 @@ from gemq.quantize.skeleton import Matrix, Skeleton
 from gemq.quantize.storage import Storage, storage_of
 from gemq.quantize.tables import check_table
 from gemq.recipes.model import PARTS, Recipe, Rule, Scheme
-from gemq.shards import TensorSpec
+from gemq.shard_headers import TensorSpec
 
 Method = Literal["gptq", "rtn"]
 _NO_WEIGHT = ("weight_shape", "g_idx")  # tensors of a quantized matrix that say nothing of its weights

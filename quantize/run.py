@@ -41,7 +41,8 @@ from gemq.quantize.squared_errors import ErrorSums, measured_error, share_of
 from gemq.quantize.tuning import Call, Solved, tune
 from gemq.quantize.walk import Walk, Walker
 from gemq.quantize.writing import ReadAhead, Request, Writing, threads_for
-from gemq.shards import INDEX_FILE, ShardWriter
+from gemq.shard_headers import INDEX_FILE
+from gemq.shards import ShardWriter
 from gemq.source import file_hashes
 
 _ROWS_AT_ONCE = 1 << 24  # weights in float32 that a matrix outside the layers is read and written by: 64 MiB

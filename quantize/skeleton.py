@@ -23,7 +23,8 @@ from gemq.quantize.source_tensors import (
     require_one_model,
 )
 from gemq.quantize.whole_model import full_inventory, require_every_tensor
-from gemq.shards import INDEX_FILE, SINGLE_FILE, ShardReader, TensorSpec
+from gemq.shard_headers import INDEX_FILE, SINGLE_FILE, TensorSpec
+from gemq.shards import ShardReader
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from gemq.errors import IntegrityError, UsageError
 from gemq.quantize.architectures import Architecture
-from gemq.shards import INDEX_FILE, SINGLE_FILE, ShardReader, TensorSpec
+from gemq.shard_headers import INDEX_FILE, SINGLE_FILE, TensorSpec
+from gemq.shards import ShardReader
 
 if TYPE_CHECKING:
     from gemq.quantize.skeleton import Skeleton

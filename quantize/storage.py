@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from gemq.recipes.model import Scheme
-from gemq.shards import TensorSpec
+from gemq.shard_headers import TensorSpec
 
 if TYPE_CHECKING:
     from gemq.quantize.plan import Plan

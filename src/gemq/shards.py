@@ -1,6 +1,5 @@
-"""Read and write safetensors shards tensor by tensor, with positioned reads and writes.
+"""Read and write safetensors shards tensor by tensor, with positioned reads and writes. What they say of themselves is in `shard_headers`.
 
-The format (safetensors README): 8 bytes of little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, the data.
 The safetensors library maps whole files, which counts against resident memory, and can only write a file whose tensors are all at hand.
 A layer walk has one layer at hand and knows every header in advance, so this module writes headers first and tensors as they come.
 """
@@ -8,12 +7,10 @@ A layer walk has one layer at hand and knows every header in advance, so this mo
 from __future__ import annotations
 
 import json
-import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from threading import Lock, local
@@ -21,8 +18,9 @@ from threading import Lock, local
 import torch
 
 from gemq.atomic import sync_path, write_point
-from gemq.errors import IntegrityError, UsageError
+from gemq.errors import IntegrityError
 from gemq.positioned import BESIDE_BYTES, begin_writeback, bytes_of, pieces, read_at, write_at
+from gemq.shard_headers import INDEX_FILE, ITEM_BYTES, SINGLE_FILE, TensorInfo, TensorSpec, indexed_shards, read_header, shard_files
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -30,124 +28,7 @@ DTYPES: dict[str, torch.dtype] = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-_MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 _CACHED_BYTES = 2 << 20
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Where a tensor lies: `offset` counts from the start of `path`, `nbytes` is its length."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    path: Path
-    offset: int
-    nbytes: int
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one shard in file order; raises IntegrityError on anything but a well-formed file of exactly the right length."""
-
-    def broken(why: str) -> IntegrityError:
-        return IntegrityError(f"{path} is not a whole safetensors file: {why}", "fetch or copy that file again")
-
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            prefix = file.read(8)
-            if len(prefix) < 8:
-                raise broken(f"it has only {size} bytes")
-            (length,) = struct.unpack("<Q", prefix)
-            if length > min(size - 8, _MAX_HEADER_BYTES):
-                raise broken(f"its header claims {length} bytes, the file has {size}")
-            header = json.loads(file.read(length).decode(), object_pairs_hook=_unique_keys)
-    except FileNotFoundError:
-        raise IntegrityError(f"{path} is missing", "fetch or copy that file again") from None
-    except OSError as error:
-        raise IntegrityError(f"{path} can't be read: {error.strerror}", "fetch or copy that file again") from None
-    except (ValueError, RecursionError) as error:
-        raise broken(f"its header can't be read ({error})") from None
-    if not isinstance(header, dict):
-        raise broken("its header is no JSON object")
-    metadata = header.get("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise broken("its __metadata__ is no map of strings")
-    infos = [_tensor_info(path, 8 + length, name, entry, broken) for name, entry in header.items() if name != "__metadata__"]
-    infos.sort(key=lambda info: (info.offset, info.nbytes))
-    end = 8 + length
-    for info in infos:
-        if info.offset != end:
-            raise broken(f"{info.name} starts at byte {info.offset}, the tensor before it ends at {end}")
-        end += info.nbytes
-    if end != size:
-        raise broken(f"its tensors end at byte {end}, the file at {size}")
-    return {info.name: info for info in infos}
-
-
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name stands in it twice")
-    return found
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
-
-
-def _tensor_info(path: Path, base: int, name: str, entry: object, broken) -> TensorInfo:  # type: ignore[no-untyped-def]
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise broken(f"the entry of {name} must have dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not name.isprintable():
-        raise broken(f"it has a tensor named {name[:80]!r}")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise broken(f"{name} has the unknown dtype {str(dtype)[:80]!r}")
-    if not isinstance(shape, list) or not all(map(_is_count, shape)):
-        raise broken(f"{name} has the shape {str(shape)[:80]}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
-        raise broken(f"{name} has the offsets {str(offsets)[:80]}")
-    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-    if offsets[1] - offsets[0] != nbytes:
-        raise broken(f"{name} of {dtype} {shape} does not fit its offsets, which span {offsets[1] - offsets[0]} bytes")
-    return TensorInfo(name, dtype, tuple(shape), path, base + offsets[0], nbytes)
-
-
-def shard_files(directory: Path) -> list[Path]:
-    """The shards that a loader reads in `directory`, by name: those that the index lists, or the single file; their headers are not read.
-
-    Raises IntegrityError for an index that can't be read, UsageError where there are neither.
-    """
-    return sorted(_shards(directory))
-
-
-def _shards(directory: Path) -> dict[Path, list[str] | None]:
-    """Shard -> the tensors that the index places there; None for the single file."""
-    index, single = directory / INDEX_FILE, directory / SINGLE_FILE
-    if index.exists():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            pairs = [(str(name), str(file)) for name, file in weight_map.items()]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise IntegrityError(f"{index} can't be read ({error!r})", "fetch or copy that file again") from None
-        shards: dict[Path, list[str] | None] = {}
-        for name, file in pairs:
-            if file != os.path.basename(file) or file in (".", "..", ""):
-                raise IntegrityError(f"{index} places {name} outside the checkpoint, in {file!r}", "don't use this checkpoint")
-            names = shards.setdefault(directory / file, [])
-            assert names is not None
-            names.append(name)
-        return shards
-    if single.exists():
-        return {single: None}
-    raise UsageError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}", "point to a directory with safetensors weights")
 
 
 def _opened(descriptors: dict[Path, int], opening: Lock, path: Path, flags: int) -> int:
@@ -167,7 +48,7 @@ class ShardReader:
         self._descriptors: dict[Path, int] = {}
         self._opening = Lock()
         self.tensors: dict[str, TensorInfo] = {}
-        for path, names in _shards(directory).items():
+        for path, names in indexed_shards(directory).items():
             header = read_header(path)
             missing = sorted(set(names) - set(header)) if names is not None else []
             if missing:
@@ -256,19 +137,6 @@ class ShardReader:
         self._descriptors.clear()
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor that will be written: name, safetensors dtype, shape."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
 class ShardWriter:
     """Shards whose every header is known in advance; tensors are written at their place in any order, also by a later process.
 
@@ -297,7 +165,7 @@ class ShardWriter:
 
     def _lay_out(self, path: Path, group: list[TensorSpec]) -> None:
         # wide dtypes first, as safetensors does, so that every tensor is aligned
-        ordered = sorted(group, key=lambda spec: (-DTYPES[spec.dtype].itemsize, spec.name))
+        ordered = sorted(group, key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name))
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for spec in ordered:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gemq import shards
+from gemq import shard_headers
 from gemq.calibration.sets import CalibrationSet
 from gemq.errors import GemqError
 from gemq.eval.records import read_records
@@ -110,7 +110,7 @@ READERS = {
     "provenance": Reader(parse_statement, (statement_bytes(statement(_FILES, _MANIFEST, {"name": "x"})),)),
     "measured": Reader(_from_file("measured.json", lambda path: read_measured(path.parent)), (measured_bytes([summary(_MEASURED)]),)),
     "shard-audit": Reader(_from_file("model.safetensors", read_shard), (_shard(),)),
-    "shard": Reader(_from_file("model.safetensors", shards.read_header), (_shard(),)),
+    "shard": Reader(_from_file("model.safetensors", shard_headers.read_header), (_shard(),)),
     "config": Reader(_from_file("config.json", _understood), (_config(),)),
     "recipe": Reader(_recipe, tuple(load_recipe(name).to_yaml().encode() for name in built_in_names())),
     "records": Reader(_from_file("records.jsonl", lambda path: read_records(path, tokenizer=None, vocab_size=512)), (_RECORDS,)),

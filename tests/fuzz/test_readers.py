@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gemq import shards
+from gemq import shard_headers, shards
 from gemq.errors import GemqError, IntegrityError
 from gemq.quantize.audit import quantization_of, read_config, read_shard, read_tensors
 from gemq.quantize.seal import SealedFile, parse_seal, path_problem, seal_bytes
@@ -111,7 +111,7 @@ def test_the_independent_reader_raises_only_integrity_errors(raw: bytes) -> None
 @example(struct.pack("<Q", len(HUGE)) + HUGE)
 def test_gemqs_reader_raises_only_gemqs_errors(raw: bytes) -> None:
     with on_disk("a.safetensors", raw) as path:
-        sentence_of(lambda: shards.read_header(path))
+        sentence_of(lambda: shard_headers.read_header(path))
 
 
 @EXAMPLES
@@ -122,7 +122,7 @@ def test_what_the_independent_reader_accepts_gemqs_reader_reads_the_same(raw: by
             return
         independent = described(read_shard(path))
         if all(dtype in shards.DTYPES for dtype, _, _ in independent.values()):
-            assert described(shards.read_header(path)) == independent
+            assert described(shard_headers.read_header(path)) == independent
 
 
 @EXAMPLES

@@ -19,7 +19,8 @@ from gemq.quantize.phases import Phases
 from gemq.quantize.seal import sha256_of
 from gemq.quantize.writing import ReadAhead, Writing
 from gemq.recipes.model import parse_recipe
-from gemq.shards import ShardWriter, TensorSpec
+from gemq.shard_headers import TensorSpec
+from gemq.shards import ShardWriter
 
 
 def test_pieces_are_read_ahead_in_their_order_only(gemma3):
