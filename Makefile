@@ -8,7 +8,7 @@ GEMQ := $(BIN)/gemq
 READY := $(VENV)/ready
 SHARED_DATA ?= ../shared/data
 
-.PHONY: bench-gpu bench-served bench-client help quickstart test test-blackbox test-vllm lint wheel bench-quantize bench-quality bench-slice constraints clean quantize eval-ppl package check serve-env fuzz
+.PHONY: bench-gpu bench-served bench-client help quickstart test test-slow test-blackbox test-vllm lint wheel bench-quantize bench-quality bench-slice constraints clean quantize eval-ppl package check serve-env fuzz
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -32,11 +32,16 @@ $(VENV)/quick: pyproject.toml constraints.txt | $(BIN)/python
 quickstart: $(VENV)/quick  ## quantize the demo model (Gemma 3 270M) to 4 bits and show its perplexity beside the source's
 	$(GEMQ) quantize gemma-3-270m --recipe w4a16-g32 --samples 16 --length 128 --eval-records 8 --output $${OUTPUT:-out/gemma-3-270m-w4a16-g32}
 
-test: $(READY)  ## run the tests, in two processes; those with a real vLLM are in test-vllm, those by the command line in test-blackbox
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not vllm" --ignore tests/blackbox
+PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n 2 --dist loadgroup
+
+test: $(READY)  ## run the tests, in two processes; test-slow, test-blackbox and test-vllm run the others
+	$(PYTEST) -m "not vllm and not slow" --ignore tests/blackbox
+
+test-slow: $(READY)  ## run the tests that take longest: power cuts at every step, simulated searches, real weights
+	$(PYTEST) -m "slow and not vllm" --ignore tests/blackbox
 
 test-blackbox: $(READY)  ## run the tests that use gemq through its command line alone; GEMQ_BLACKBOX_SEED=N interrupts at other moments
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/blackbox
+	$(PYTEST) tests/blackbox
 
 test-vllm: $(READY)  ## run the tests that start a real vLLM; `make serve-env` first
 	@test -x .venv-vllm/bin/python || { echo "there is no .venv-vllm: run make serve-env first"; exit 2; }

@@ -60,6 +60,7 @@ def test_the_name_is_a_source(demo_model):
     assert source.resolve("gemma-3-270m") == source.Source("gemma-3-270m", "demo", demo_model.resolve(), None)
 
 
+@pytest.mark.slow
 def test_transformers_loads_it_whole_and_predicts_real_text(demo_model, shared_data):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

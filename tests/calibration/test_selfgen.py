@@ -398,6 +398,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_one_thread")
 def test_the_demo_model_s_own_text_is_likely_to_it(demo_model: Path, cache: Path) -> None:
     """Its mean negative log-likelihood is an entropy of a language, some 3 to 4 nats a token; uniform tokens would have over 12."""

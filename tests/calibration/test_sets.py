@@ -114,6 +114,7 @@ def test_a_text_file_is_one_document_cut_into_consecutive_windows(tmp_path: Path
     json.dumps(made.description)
 
 
+@pytest.mark.slow
 def test_wikitext_gives_the_windows_that_the_peers_use(shared_data: Path, demo_model: Path) -> None:
     made = load(shared_data / "wikitext2-valid.txt", demo_model, samples=64, length=512)
     text = (shared_data / "wikitext2-valid.txt").read_text(encoding="utf-8")

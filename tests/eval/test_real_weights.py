@@ -19,6 +19,7 @@ def _both_cores(_one_thread: None) -> None:
     torch.set_num_threads(2)
 
 
+@pytest.mark.slow
 def test_ground_truth_records(demo_model: Path, shared_data: Path) -> None:
     data, length = shared_data / "ppl_ground_truth_tokens.jsonl", 300
     with open(data, encoding="utf-8") as file:

@@ -94,6 +94,7 @@ def test_efficient_gemma(run: Run, source: Path, records: Path, tmp_path: Path) 
     assert [gate["name"] for gate in verdict["gates"] if not gate["kept"]] == ["PPL"]
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_stopped(run: Run, source: Path, records: Path, tmp_path: Path) -> None:
     mine, out = submission(tmp_path / "mine", source, "served_stub.py", RUNS_OUT_AFTER="30"), tmp_path / "out"
     arguments = [mine, *options(records, out)]
@@ -123,6 +124,7 @@ def test_it_goes_on_where_it_stopped(run: Run, source: Path, records: Path, tmp_
     assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept
 
 
+@pytest.mark.slow
 def test_lowbarena(run: Run, source: Path, records: Path, tmp_path: Path) -> None:
     mine = submission(tmp_path / "mine", source, "served_stub.py", SPEED="800", WRONG="5")
     bf16 = submission(tmp_path / "bf16", source, "served_stub.py", SPEED="400", WRONG="10")

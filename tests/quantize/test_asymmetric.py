@@ -151,7 +151,7 @@ def test_a_recipe_with_asymmetric_targets_runs_and_resumes_to_the_same_bytes(gem
     assert run_job(gemma3, tmp_path / "resumed", RECIPE).seal == whole.seal
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "e4b", "moe"])
+@pytest.mark.parametrize("kind", ["gemma3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("e4b", "moe"))])
 def test_a_checkpoint_does_not_depend_on_whether_both_models_had_room_within_layers(kind, gemma3, tmp_path, monkeypatch):
     source = gemma3
     if kind == "e4b":

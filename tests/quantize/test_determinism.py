@@ -19,7 +19,7 @@ from gemq.quantize.seal import check_seal, content_digest, read_seal, seal_diges
 VOCABULARY = {"first layers of the demo model": 4096, "small Gemma 4": 512}
 
 
-@pytest.fixture(scope="module", params=list(VOCABULARY))
+@pytest.fixture(scope="module", params=[pytest.param("first layers of the demo model", marks=pytest.mark.slow), "small Gemma 4"])
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("determinism")
     if request.param == "small Gemma 4":

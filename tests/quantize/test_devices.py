@@ -236,6 +236,7 @@ def _lead_and_die(source: Path, out: Path, told: str) -> None:
     quantized(source, out, RECIPE, devices=TWO)
 
 
+@pytest.mark.slow
 def test_a_killed_leader_takes_the_follower_along_and_the_next_run_gives_the_same_bytes(gemma3, together, tmp_path):
     process = crash_child._CONTEXT.Process(target=_lead_and_die, args=(gemma3, tmp_path / "out", str(tmp_path / "pid")))
     process.start()

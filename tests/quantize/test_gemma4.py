@@ -220,6 +220,7 @@ def judged(checkpoint: Path, recipe, rows: torch.Tensor, work: Path) -> tuple[fl
     return nats_per_token(model, rows), kl_nats_per_token(load(TINY), model, rows)
 
 
+@pytest.mark.slow
 def test_gptq_beats_rounding_to_nearest_by_a_third_in_kl_on_the_trained_model(wikitext, held_out, tmp_path):
     gptq = load_recipe("w4a16-g32")
     body = gptq.rules[1].scheme.model_copy(update={"weights": gptq.rules[1].scheme.weights.model_copy(update={"observer": "minmax"})})
@@ -232,6 +233,7 @@ def test_gptq_beats_rounding_to_nearest_by_a_third_in_kl_on_the_trained_model(wi
     assert divergence["gptq"] < divergence["rtn"] * 2 / 3
 
 
+@pytest.mark.slow
 def test_w8a16_costs_less_than_a_thousandth_of_perplexity_on_the_trained_model(held_out, tmp_path):
     recipe = load_recipe("w8a16")
     run_job(TINY, tmp_path / "out", recipe)

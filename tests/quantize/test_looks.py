@@ -94,6 +94,7 @@ CASES = [(3, 0), (3, 2), (4, 0), (4, 2), (6, 0), (3, 3)]
 """(new builds, known trials): 3 to 6 checkpoints near the budget."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kl", "ppl"])
 @pytest.mark.parametrize(("builds", "known"), CASES)
 def test_at_most_one_search_in_twenty_publishes_a_mix_over_its_budget_even_where_every_mix_is_over(kind: str, builds: int, known: int) -> None:
@@ -108,6 +109,7 @@ def test_where_some_mixes_are_within_the_budget_a_search_finds_one_and_is_hardly
     assert over <= 0.05
 
 
+@pytest.mark.slow
 def test_single_bounds_are_exceeded_by_far_more_searches_and_the_correction_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, corrected = searches("ppl", 3, 0, 300, all_over=False)
     monkeypatch.setattr("gemq.quantize.budget.confidence_of", lambda look: 0.95)

@@ -278,6 +278,7 @@ def test_quantize_with_its_evaluation_ends_well_on_a_mixture(models, texts, tmp_
     assert exit_code("eval-kl", tmp_path / "out", "--data", held_out, "--reference", models("moe"), "--device", "cpu") == 0
 
 
+@pytest.mark.slow
 def test_a_search_within_a_budget_ends_well_on_a_mixture(models, texts, tmp_path):
     calibration, held_out = texts
     done = exit_code("quantize", models("moe"), "--calibration", calibration, "--samples", 4, "--length", 32, "--recipe", "w4a16-g32",

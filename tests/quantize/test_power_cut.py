@@ -80,6 +80,7 @@ def problem(image: Image, source: Path, root: Path, seal: str, *, ended: bool = 
     return f"the journal had more than the disk: {warned[0]}" if warned else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("threads", "seeds"), [(0, 1), (2, 0)])
 def test_the_power_cut_at_any_instant(source, seal, tmp_path, monkeypatch, threads, seeds):
     monkeypatch.setattr(quantize_run, "threads_for", lambda device: threads)
@@ -118,6 +119,7 @@ SYNCS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ignored", SYNCS.values(), ids=SYNCS)
 def test_a_sync_that_is_missing_would_be_found(source, seal, tmp_path, ignored):
     root = tmp_path / "disk"

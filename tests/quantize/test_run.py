@@ -34,7 +34,7 @@ def logits(directory: Path, ids: torch.Tensor) -> torch.Tensor:
         return load(directory)(ids).logits
 
 
-@pytest.mark.parametrize("name", built_in_names())
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "w4a16-tuned" else name for name in built_in_names()])
 def test_a_checkpoint_verifies_and_gives_the_logits_of_its_dequantized_weights(gemma3, tmp_path, name):
     recipe = load_recipe(name)
     outcome = run_job(gemma3, tmp_path / "out", recipe)

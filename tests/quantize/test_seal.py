@@ -341,6 +341,7 @@ EDIT_NAMES = ["flip", "flip", "flip", "truncate", "append", "rename", "add", "li
               "edit_scale"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_thousand_random_edits_are_all_found_and_no_copy_is_accused(sealed: Path, tmp_path: Path) -> None:
     chance, missed, accused = random.Random(20261129), [], 0
     for number in range(EDITS):

@@ -245,6 +245,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, point: str, times: int, go) -> No
             go()
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_is_resumed_to_the_same_seal_and_can_be_required_or_discarded(gemma3, data, tmp_path, monkeypatch):
     options = ("--kl-budget", "0.02", "--lm-head", "keep")
     whole = search(gemma3, data, tmp_path / "whole", "out", *options)

@@ -62,7 +62,7 @@ def copied(checkpoint: Path, to: Path) -> Path:
     return to
 
 
-@pytest.mark.parametrize("name", ["w4a16-best", "w4a16-tuned"])
+@pytest.mark.parametrize("name", ["w4a16-best", pytest.param("w4a16-tuned", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_best_recipes_make_is_accepted(sources, tmp_path, kind, name):
     made = run_job(sources(kind), tmp_path / "checkpoint", recipe(name)).directory

@@ -41,6 +41,8 @@ def run(*arguments: object) -> None:
     app([*map(str, arguments)], standalone_mode=False)
 
 
+pytestmark = pytest.mark.slow
+
 NOTHING: Callable[[str], bool] = lambda path: False  # noqa: E731
 
 

@@ -143,6 +143,7 @@ def test_what_is_faster_and_decodes_the_same_wins_and_nothing_else(model: Path, 
         run(model, cpu_python, "--output", out)
 
 
+@pytest.mark.slow
 def test_on_a_gpu_kernels_behind_vllms_own_are_reached_and_the_same_kernel_is_not_measured(
         model: Path, gpu_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setenv("PATH", f"{gpu_python.parent}:{os.environ['PATH']}")
@@ -259,6 +260,7 @@ def test_a_start_that_hangs_costs_its_timeout_and_minutes_end_the_search(model: 
     assert len(starts(model)) <= 3, "nothing was started after the time was over"
 
 
+@pytest.mark.slow
 def test_a_stopped_search_goes_on_where_it_was(model: Path, cpu_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     behave(monkeypatch, **{"--block-size=32": {"speed": 3}, "--block-size=64": {"speed": 0.8}, "VLLM_CPU_ATTN_SPLIT_KV=0": {"speed": 0.5}})
     out, journal = tmp_path / "out", tmp_path / "out.partial" / "tried.jsonl"
