@@ -86,6 +86,7 @@ def test_a_checkpoint_over_budget_ends_the_job_with_3(repository: Path) -> None:
     assert run(repository, "hold it", eval_ppl="3")[0] == 3
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_breaks_the_contract_ends_the_job_with_4_and_the_server_too(repository: Path) -> None:
     code, called = run(repository, "serve", check="4")
     assert code == 4

@@ -93,6 +93,7 @@ def test_same_seed_same_bytes(built: Callable[[str], Path], name: str, tmp_path:
     assert {file for file in first if other[file] != first[file]} == {"model.safetensors"}
 
 
+@pytest.mark.slow
 def test_the_command_builds_the_same_folder(built: Callable[[str], Path], tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "tests.models.gemma4", "e4b", str(tmp_path / "e4b")], cwd=ROOT, check=True, timeout=300)
     assert contents(tmp_path / "e4b") == contents(built("e4b"))
@@ -238,6 +239,7 @@ def test_real_configs_have_the_published_sizes() -> None:
     assert billions == pytest.approx({"e2b": 5.1, "e4b": 7.94, "12b": 12.0, "31b": 31.3, "26b-a4b": 25.8}, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_trained_model_knows_text_and_feels_quantization(shared_data: Path) -> None:
     report = json.loads((TINY / "training.json").read_text())
     assert sum(path.stat().st_size for path in TINY.iterdir()) < 8_000_000

@@ -387,8 +387,10 @@ except UsageError as error:
 
 @pytest.mark.parametrize(("spec", "environment", "message"), [
     ("org/absent", {"HF_HUB_OFFLINE": "1"}, r"data set org/absent can't be reached and is not cached .*\| go online"),
-    ("org/absent:small@main", {"HF_HUB_OFFLINE": "1"}, r"HF_HUB_OFFLINE is set, and what 'main' means .*\| name the full commit"),
-    ("org/absent", {"HF_ENDPOINT": "http://127.0.0.1:9"}, r"data set org/absent can't be reached on the Hub .*\| go online"),
+    pytest.param("org/absent:small@main", {"HF_HUB_OFFLINE": "1"}, r"HF_HUB_OFFLINE is set, and what 'main' means .*\| name the full commit",
+                 marks=pytest.mark.slow),
+    pytest.param("org/absent", {"HF_ENDPOINT": "http://127.0.0.1:9"}, r"data set org/absent can't be reached on the Hub .*\| go online",
+                 marks=pytest.mark.slow),
 ], ids=["offline", "offline with a branch", "unreachable"])  # fmt: skip
 def test_a_hub_that_can_not_be_reached_is_an_error_with_a_way_out(tmp_path: Path, base_model: Path, spec: str, environment: dict[str, str],
                                                                  message: str) -> None:

@@ -136,6 +136,7 @@ def test_interrupted_and_resumed(source: Path, worse: Path, records_file: Path, 
     assert run() == whole
 
 
+@pytest.mark.slow
 def test_killed_within_a_write_and_resumed(source: Path, records_file: Path, tmp_path: Path) -> None:
     script = """
 import os, sys

@@ -59,6 +59,7 @@ def verdict_of(result: Result) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_efficient_gemma(run: Run, source: Path, records: Path, tmp_path: Path) -> None:
     mine, out = submission(tmp_path / "mine", source), tmp_path / "out"
     verdict = verdict_of(run(mine, "--reference", mine, *options(records, out)))

@@ -211,6 +211,7 @@ def counted_builds(patch):
     return builds
 
 
+@pytest.mark.slow
 def test_a_larger_budget_starts_from_what_is_known_and_buys_fewer_bytes(measured, gemma3, won, monkeypatch):
     _, folder = won
     before = len(open_log(folder / "state")[1].all())
@@ -330,6 +331,7 @@ def test_a_forward_begun_in_the_middle_gives_what_a_whole_one_gives(kind, tmp_pa
         assert model.tokens < 0.7 * whole.tokens
 
 
+@pytest.mark.slow
 def test_all_experts_of_a_layer_are_one_decision_and_are_measured_together(tmp_path):
     from tests.models.gemma4 import build
 

@@ -62,6 +62,7 @@ def together(gemma3, tmp_path_factory):
     return quantized(gemma3, out, RECIPE, devices=TWO)
 
 
+@pytest.mark.slow
 def test_two_devices_whose_source_runs_layers_anew_find_what_one_finds(gemma3, tmp_path, monkeypatch):
     texts = calibration()
     plan = make_job(gemma3, tmp_path / "never", RECIPE, calibration=texts).plan
@@ -330,6 +331,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_follower_finds_imported_what_it_needs(tmp_path):
     script = tmp_path / "prepared.py"
     script.write_text(PREPARED)

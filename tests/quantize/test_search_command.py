@@ -129,6 +129,7 @@ def test_every_option_that_changes_what_is_measured_has_trials_of_its_own(gemma3
     assert {path.name: path.read_bytes() for path in logs(folder)} == before
 
 
+@pytest.mark.slow
 def test_a_known_mix_is_measured_again_before_it_is_published(gemma3, data, tmp_path):
     search(gemma3, data, tmp_path, "first", "--kl-budget", "0.02")
     # a record of an earlier search that says too little of a mix that is far over the budget
@@ -146,6 +147,7 @@ def test_a_known_mix_is_measured_again_before_it_is_published(gemma3, data, tmp_
     assert trials[digest]["look"] == look
 
 
+@pytest.mark.slow
 def test_records_that_were_used_too_often_are_refused_before_another_build(gemma3, data, tmp_path, monkeypatch):
     first = search(gemma3, data, tmp_path, "first", "--kl-budget", "0.02", "--search-builds", "1")
     path = tmp_path / "state" / "gemq-search.json"
@@ -353,6 +355,7 @@ def test_a_mixed_rule_s_head_is_kept_as_the_recipe_says_in_a_search(gemma3, data
     assert manifest["units"]["lm_head"]["scheme"] == "int8 channel"
 
 
+@pytest.mark.slow
 def test_files_of_a_source_that_are_left_out_do_not_count_in_a_search(gemma3, data, tmp_path):
     """A log file that changes during a search, or between two, is no part of what is quantized."""
     source = tmp_path / "source"

@@ -351,6 +351,7 @@ def strip_defaults(directory: Path) -> None:
     path.write_text(json.dumps(config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "multimodal"])
 def test_a_config_as_google_writes_it_goes_through_every_step(tmp_path, monkeypatch, kind):
     text = {"vocab_size": 262208, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
@@ -427,7 +428,7 @@ TEXT_ONLY = {
 }
 
 
-@pytest.mark.parametrize("case", TEXT_ONLY)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] if place else []) for place, case in enumerate(TEXT_ONLY)])
 def test_a_language_model_under_multimodal_names_is_refused_with_a_command_that_makes_it_one(gemma3, tmp_path, case):
     config, tensors = TEXT_ONLY[case]
     source = edited(gemma3, tmp_path / "so'urce", config, tensors)  # type: ignore[arg-type]

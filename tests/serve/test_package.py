@@ -364,6 +364,7 @@ def test_w_a_kv_is_read_from_the_checkpoint(schemes: list[Any], stated: dict[str
     assert lowbarena.w_a_kv(read_checkpoint(small.qwen(tmp_path / "c", schemes, **stated)), kv) == expected
 
 
+@pytest.mark.slow
 def test_w_a_kv_of_the_gptq_format_and_of_a_gemma_leaves_towers_and_tables_out(tmp_path: Path) -> None:
     checkpoint = small.write_checkpoint(tmp_path / "c", small.e4b_config(), [small.INT4])
     assert lowbarena.w_a_kv(read_checkpoint(checkpoint)) == "W4A16KV16"

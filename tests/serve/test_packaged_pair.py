@@ -143,6 +143,7 @@ def test_a_taken_port_is_said_at_once(pair: Pair, fake_python: Path, no_orphan: 
     assert "in use" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_after_its_start_ends_gemq_serve_and_leaves_nothing(pair: Pair, fake_python: Path, tmp_path: Path,
                                                                                 gemq_serve: Callable[..., GemqServe]) -> None:
     child = tmp_path / "child"

@@ -112,6 +112,7 @@ def starts(model: Path) -> list[str]:
     return (model.parent / "starts").read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_what_is_faster_and_decodes_the_same_wins_and_nothing_else(model: Path, cpu_python: Path, tmp_path: Path,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     behave(monkeypatch, **{"--enforce-eager=False": {"speed": 3, "shift": True}, "VLLM_CPU_OMP_THREADS_BIND=auto": {"speed": 3},
