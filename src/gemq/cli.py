@@ -48,11 +48,24 @@ def _on_terminate(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def ignore_signals() -> None:
+    """Let no further SIGINT or SIGTERM change the exit code: what was asked for is done, or has ended with an error."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _code_of_app() -> object:
+    try:
+        return app(standalone_mode=False)  # typer turns an interrupt into 130 here, and raises in other versions
+    finally:
+        ignore_signals()
+
+
 def run() -> int:
-    """Run the command line in `sys.argv`; returns the exit code."""
+    """Run the command line in `sys.argv`; returns the exit code. SIGINT and SIGTERM are ignored from then on."""
     signal.signal(signal.SIGTERM, _on_terminate)
     try:
-        code = app(standalone_mode=False)  # typer turns an interrupt into 130 here, and raises in other versions
+        code = _code_of_app()
     except GemqError as error:
         output.error(error.message, error.next_step)
         return error.exit_code

@@ -59,7 +59,7 @@ def edit_json(path: Path, change: Callable[[Any], object]) -> None:
 def tensors_of(directory: Path) -> dict[str, Any]:
     """Every tensor of the shards that `directory` holds, by name."""
     found = {}
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in sorted(directory.glob("model*.safetensors")):
         with safe_open(path, "pt") as shard:
             found.update({name: shard.get_tensor(name) for name in shard.keys()})  # noqa: SIM118
     return found

@@ -143,8 +143,11 @@ def defaults_left_out(out: Path, *, multimodal: bool) -> Path:
 
     small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "sliding_window": 16}
     full = out.with_name(out.name + "-full")
-    build = build_gemma3_multimodal if multimodal else build_gemma3_text
-    build(full, **{**DEFAULTS_OF_TEXT, "vocab_size": 512}, **small)
+    text = {**DEFAULTS_OF_TEXT, "vocab_size": 512, **small}
+    if multimodal:
+        build_gemma3_multimodal(full, legacy_names=True, **text)  # as on the Hub
+    else:
+        build_gemma3_text(full, **text)
 
     def grow(tensors: Tensors) -> None:
         (name,) = (name for name in tensors if name.endswith("embed_tokens.weight"))

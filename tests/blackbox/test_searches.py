@@ -82,18 +82,14 @@ def test_another_head_on_the_same_state_is_measured_against_the_budget_itself(ge
         packed = tensors_of(work / head)["lm_head.weight_packed"].shape
         assert packed[1] == 128 * int(head.removeprefix("int")) // 32
         measured_again(gemq, work / head, source, records, "0.02").exited(DONE)
-    search("alone", 0.02, "--lm-head", "int4", state="alone-state").exited(done.code)
+
+
+def test_another_format_on_one_state_is_measured_against_the_budget_itself(gemq, search, source, records, work):
+    done = search("out", 0.02, "--format", "gptq", "--lm-head", "keep").exited(DONE, OVER_BUDGET)
+    assert left_beside(work / "out") == ({"out"} if done.code == DONE else set())
     if done.code == DONE:
-        assert seal_of(work / "int4") == seal_of(work / "alone")
-
-
-def test_another_format_on_one_state_publishes_what_it_publishes_alone(search, state, work):
-    more = ("--format", "gptq", "--lm-head", "keep")
-    shared = search("shared", 0.02, *more).exited(DONE, OVER_BUDGET)
-    alone = search("alone", 0.02, *more, state="alone-state").exited(shared.code)
-    assert left_beside(work / "alone") == ({"alone"} if alone.code == DONE else set())
-    if shared.code == DONE:
-        assert seal_of(work / "shared") == seal_of(work / "alone")
+        assert read_json(work / "out" / "config.json")["quantization_config"]["quant_method"] == "gptq"
+        measured_again(gemq, work / "out", source, records, "0.02").exited(DONE)
 
 
 def test_other_candidates_on_one_state_meet_the_budget_with_those_alone(gemq, search, source, records, state, work):

@@ -259,11 +259,11 @@ def test_what_is_no_checkpoint_is_refused(gemq, source, sealed, tmp_path):
 
 
 def test_another_tower_is_another_source(gemq, options, tmp_path):
-    model = build_gemma3_multimodal(tmp_path / "model", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    model = build_gemma3_multimodal(tmp_path / "model", legacy_names=True, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     made = quantized(model, options, tmp_path)
     gemq("verify", made, "--source", model).exited(DONE)
     shutil.copytree(model, tmp_path / "tower")
-    tensor("model.vision_tower.embeddings.patch_embedding.weight", lambda value: value + 0.125)(tmp_path / "tower")
+    tensor("vision_tower.vision_model.embeddings.patch_embedding.weight", lambda value: value + 0.125)(tmp_path / "tower")
     shutil.copytree(model, tmp_path / "image")
     replace_text("preprocessor_config.json", "0.5", "0.25")(tmp_path / "image")
     shutil.copytree(model, tmp_path / "soft")

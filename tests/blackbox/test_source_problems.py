@@ -65,7 +65,7 @@ def _fp16_shards_whose_index_is_off(base: Path, out: Path) -> Path:
 
 def _fp32_shards_in_a_strange_place(base: Path, out: Path) -> Path:
     sources.retyped(base, out.with_name("модель 模型 ü [a] #1 100%"), torch.float32, "float32", sharded=True)
-    edit_json(out.with_name("модель 模型 ü [a] #1 100%") / "model.safetensors.index.json", lambda index: index.pop("metadata"))
+    edit_json(out.with_name("модель 模型 ü [a] #1 100%") / "model.safetensors.index.json", lambda index: index.update(metadata={}))
     return out.with_name("модель 模型 ü [a] #1 100%")
 
 
@@ -85,13 +85,9 @@ def _link_to_a_hub_cache_with_an_equal_head(base: Path, out: Path) -> Path:
 
 GOOD: dict[str, Make] = {
     "fp16-sharded-total-size-wrong": _fp16_shards_whose_index_is_off,
-    "fp32-sharded-index-without-metadata-unicode-path": _fp32_shards_in_a_strange_place,
+    "fp32-sharded-index-without-total-size-unicode-path": _fp32_shards_in_a_strange_place,
     "untied-norms-fp32-quantization-config-null": _untied_with_norms_in_fp32,
     "link-to-hub-cache-equal-head-in-file": _link_to_a_hub_cache_with_an_equal_head,
-    "prefix-language-model-model": lambda base, out: sources.renamed(base, out, "language_model.model."),
-    "prefix-model-language-model": lambda base, out: sources.renamed(base, out, "model.language_model."),
-    "multimodal-config-tower-null-legacy": lambda base, out: sources.multimodal_config_of_text(base, out, "language_model.model."),
-    "multimodal-config-tower-null": lambda base, out: sources.multimodal_config_of_text(base, out, "model.language_model."),
 }
 
 
@@ -277,6 +273,10 @@ def _index_escapes(base: Path, out: Path) -> Path:
 
 
 BAD: dict[str, Make] = {
+    "prefix-language-model-model": lambda base, out: sources.renamed(base, out, "language_model.model."),
+    "prefix-model-language-model": lambda base, out: sources.renamed(base, out, "model.language_model."),
+    "multimodal-config-tower-null-legacy": lambda base, out: sources.multimodal_config_of_text(base, out, "language_model.model."),
+    "multimodal-config-tower-null": lambda base, out: sources.multimodal_config_of_text(base, out, "model.language_model."),
     "weights-are-a-dangling-link": _dangling_weights,
     "weights-truncated": _truncated,
     "shard-missing": _shard_missing,
