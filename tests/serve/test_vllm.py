@@ -21,6 +21,7 @@ from benchmarks.stub_server import Engine, StubServer
 from fake_vllm import GemqServe, alive, wait_until
 from test_vllm_packages import LARGEST_DIFFERENCE, TINY, wikitext_records
 
+from gemq import atomic
 from gemq.errors import GemqError, IntegrityError, StoppedSafely, UsageError
 from gemq.eval import endpoint as measured
 from gemq.eval.bench import arena_summary, run_bench
@@ -223,9 +224,10 @@ def test_vllms_own_benchmark_client(served: Served, vllm_python: Path, tmp_path:
             (Narrow, None, UsageError, "7 tokens"), (Engine, 3, StoppedSafely, "finished requests are kept in"),
         ]  # fmt: skip
         for engine, dies_after, kind, word in cases:
-            with StubServer(engine(), dies_after) as stub, pytest.raises(kind) as error:
+            output = tmp_path / f"{engine.__name__}-{dies_after}"
+            with StubServer(engine(), dies_after) as stub, atomic.resumable_directory(output, "bench") as partial, pytest.raises(kind) as error:
                 run_bench(measured.Endpoint.open(stub.url), Workload(name="one", loads=loads[1:]), PROMPTS, target="stub", client=client,
-                          client_kind="vllm", output_dir=tmp_path / engine.__name__)  # fmt: skip
+                          client_kind="vllm", partial=partial)  # fmt: skip
             assert word in error.value.message, error.value.message
 
 
