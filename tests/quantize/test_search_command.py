@@ -366,3 +366,10 @@ def test_files_of_a_source_that_are_left_out_do_not_count_in_a_search(gemma3, da
     second = search(source, data, tmp_path, "second", "--kl-budget", "0.5")
     assert [trial["mix"] for trial in first["search"]["tried"]] == [trial["mix"] for trial in second["search"]["tried"]]
     assert len(list((tmp_path / "state").glob("sensitivities-*.json"))) == 1
+
+
+@pytest.mark.parametrize("option", [("--candidates", "int8"), ("--objective", "size"), ("--search-builds", "2"), ("--search-state", "state")])
+def test_options_of_a_search_without_a_budget_are_refused(gemma3, option):
+    refused = CliRunner().invoke(app, ["quantize", str(gemma3), "--recipe", "w4a16-g32", "--dry-run", *option])
+    assert isinstance(refused.exception, UsageError)
+    assert option[0] in refused.exception.message

@@ -63,11 +63,13 @@ def quantize(
         str | None, typer.Option(help="Search the fastest mix of schemes whose perplexity, at its upper 95% bound, is at most this much worse: 5%.")
     ] = None,
     kl_budget: Annotated[float | None, typer.Option(help="Likewise by KL(source || checkpoint), in nats a token.")] = None,
-    objective: Annotated[str, typer.Option(help="What the search makes small: decode (bytes a token), size or throughput.")] = "decode",
+    objective: Annotated[
+        str | None, typer.Option(help="What the search makes small: decode (bytes a token), size or throughput. Default: decode.")
+    ] = None,
     candidates: Annotated[
         str | None, typer.Option(help="Schemes that the search chooses among, such as int4-g128,int4-g32,int8,keep.")
     ] = None,
-    search_builds: Annotated[int, typer.Option(min=1, help="Checkpoints that the search may build and measure.")] = 3,
+    search_builds: Annotated[int | None, typer.Option(min=1, help="Checkpoints that the search may build and measure. Default: 3.")] = None,
     search_state: Annotated[
         Path | None, typer.Option(help="Where the search keeps what it measured, for the next budget. Default: MODEL-RECIPE.search in the current "
                                          "directory, whatever --output is.")
@@ -99,13 +101,17 @@ def quantize(
         from gemq.quantize.decisions import DEFAULT_CANDIDATES, decides_on_head, parse_candidates
 
         budget = Budget.parse(ppl_budget, kl_budget)
+        objective, search_builds = objective or "decode", search_builds or 3
         if objective not in OBJECTIVES:
             raise UsageError(f"--objective is {objective!r}", f"give {', '.join(OBJECTIVES)}")
         named = DEFAULT_CANDIDATES if candidates is None else parse_candidates(candidates)
         if eval_data == "none":
             raise UsageError("a budget needs data to be measured on, and --eval-data is none", "give self, or a .txt or .jsonl file")
-    elif candidates is not None or search_state is not None:
-        raise UsageError("--candidates and --search-state belong to a search, and no budget is given", "add --ppl-budget or --kl-budget")
+    else:
+        of_a_search = {"--candidates": candidates, "--objective": objective, "--search-builds": search_builds, "--search-state": search_state}
+        given = [name for name, value in of_a_search.items() if value is not None]
+        if given:
+            raise UsageError(f"{' and '.join(given)} can be used in a search alone, and no budget is given", "add --ppl-budget or --kl-budget")
     from gemq.source import default_name, default_search_state, resolve
 
     default = default_name(model, used.name)
